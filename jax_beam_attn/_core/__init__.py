@@ -1,0 +1,1 @@
+"""What the operators share: each idea is written here once."""

@@ -1,0 +1,122 @@
+"""Calling CuTe-DSL kernels: what every operator's `kernel_hopper.py` shares.
+
+Imported only while a program with such a kernel is lowered, never by `import jax_beam_attn`.
+
+`cutlass.jax.cutlass_call` compiles one kernel for each combination of shapes, even where the
+code does not depend on them. Here the kernel is compiled for a signature (ranks, dtypes and the
+sizes declared static) and called with buffers of any shape: CuTe reads run-time sizes from the
+buffer descriptors that XLA passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cutlass.jax
+import jax
+from cutlass.jax import compile as cutlass_compile
+
+from jax_beam_attn._core.target import GpuTarget
+
+
+def cute_call(
+    launcher: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    target: GpuTarget,
+    static_dims: Sequence[int] | None = None,
+    **constants: Any,
+) -> list[jax.Array]:
+    """Calls `launcher(stream, *arrays, *outputs, **constants)`.
+
+    Args:
+        launcher: A `cute.jit` function that launches kernels on the stream.
+        arrays: Inputs, row-major.
+        outputs: Shapes and dtypes of the outputs.
+        target: The GPU to compile for.
+        static_dims: For each array and output, how many of its trailing sizes the compiler may
+            rely on (for alignment); none by default. Other sizes are read at run time.
+        **constants: Hashable compile-time constants.
+
+    Returns:
+        The outputs.
+    """
+    static_dims = static_dims or [0] * (len(arrays) + len(outputs))
+    signature = tuple(
+        (_canonical_shape(each.shape, static), str(each.dtype), static)
+        for each, static in zip([*arrays, *outputs], static_dims, strict=True)
+    )
+    compiled = _compile(
+        launcher, signature, len(arrays), target.arch, tuple(sorted(constants.items()))
+    )
+    version = cutlass.jax.get_cutlass_call_ffi_version()
+    call = jax.ffi.ffi_call(
+        cutlass.jax.get_cutlass_call_ffi_name(allow_cuda_graph=True, version=version),
+        result_shape_dtypes=list(outputs),
+    )
+    return call(*arrays, module=compiled.module, key=compiled.fingerprint)
+
+
+def _canonical_shape(shape: tuple[int, ...], static: int) -> tuple[int, ...]:
+    """The shape with its run-time sizes replaced by 1."""
+    run_time = len(shape) - static
+    return (1,) * run_time + tuple(shape[run_time:])
+
+
+@functools.cache
+def _load_runtime() -> None:
+    """Makes the CuTe runtime's symbols visible and registers its calls with JAX.
+
+    Without the symbols, kernels with shared memory do not compile on a host without a GPU.
+    """
+    library = cutlass.jax.find_cute_dsl_runtime_library()
+    if library is None:
+        raise RuntimeError(
+            "libcute_dsl_runtime.so not found: reinstall jax-beam-attn[gpu] (nvidia-cutlass-dsl)"
+        )
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    cutlass.jax.register_ffi()
+
+
+# Cached here as well as in cutlass: its key holds the whole process environment, ours what the
+# code depends on.
+@functools.cache
+def _compile(launcher, signature, num_inputs, arch, constants):
+    _load_runtime()
+
+    specs = tuple(
+        cutlass.jax.TensorSpec(
+            layout=tuple(reversed(range(len(shape)))),
+            mode=tuple(range(len(shape))),
+            divisibility=shape,
+        )
+        for shape, _, _ in signature
+    )
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in signature]
+    # Only the structure of these is used: cutlass asks for arrays where it takes shapes.
+    inputs, outputs = structs[:num_inputs], structs[num_inputs:]
+    in_args = tuple(
+        cutlass_compile.Arg(i, s.shape, s.dtype, spec)
+        for i, (s, spec) in enumerate(zip(inputs, specs[:num_inputs], strict=True))
+    )
+    out_args = tuple(
+        cutlass_compile.Arg(i, s.shape, s.dtype, spec)
+        for i, (s, spec) in enumerate(zip(outputs, specs[num_inputs:], strict=True))
+    )
+    spec = cutlass_compile.FunctionSpec(
+        in_args=in_args,
+        input_tree=jax.tree.structure(tuple(inputs)),
+        out_args=out_args,
+        output_tree=jax.tree.structure(tuple(outputs)),
+        input_output_aliases=(),
+        input_spec=specs[:num_inputs],
+        output_spec=specs[num_inputs:],
+        compile_options=f"--gpu-arch {arch}",
+        use_static_tensors=False,
+        kwargs=constants,
+    )
+    return cutlass_compile.get_or_compile_kernel(launcher, spec, compile_key=launcher)

@@ -1,0 +1,32 @@
+"""Exporting programs that contain kernels."""
+
+from __future__ import annotations
+
+import jax
+
+# Stable names: jax-triton's and CuTe-DSL's FFI targets (the CuTe runtime has one for each
+# version of its calling convention, with and without CUDA-graph capture).
+_CUSTOM_CALL_TARGETS = (
+    "triton_kernel_call_ffi",
+    "CuteDSLRT_NvJaxCutlassCall_v1",
+    "CuteDSLRT_NvJaxCutlassCall_v2",
+    "CuteDSLRT_NvJaxCutlassCallNoCudaGraph_v1",
+    "CuteDSLRT_NvJaxCutlassCallNoCudaGraph_v2",
+)
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The `disabled_checks` for `jax.export.export` of programs that use this library.
+
+    `jax.export` refuses custom calls that it does not know. A program with Triton kernels runs
+    wherever JAX does; one with CuTe kernels needs `libcute_dsl_runtime.so` on the GPU machine.
+
+    Returns:
+        The checks to disable.
+
+    Example:
+        >>> import jax, jax_beam_attn
+        >>> checks = jax_beam_attn.export_disabled_checks()
+        >>> exported = jax.export.export(jax.jit(lambda x: x), disabled_checks=checks)(1.0)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALL_TARGETS]

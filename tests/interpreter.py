@@ -1,0 +1,70 @@
+"""Runs Triton kernels on the CPU with NumPy arrays, through Triton's interpreter.
+
+Triton decides at import whether it interprets, so this works only in a process that was started
+with TRITON_INTERPRET=1. The interpreter expects PyTorch tensors; `_Tensor` offers the few methods
+of one that it calls. Its bf16 dot is wrong; fp16 and fp32 are exact.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class _Tensor:
+    """A NumPy array in the clothes of a CPU PyTorch tensor."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.dtype = f"torch.{array.dtype.name}"
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def new_empty(self, *_, **__):
+        return _Tensor(self.array)
+
+    def set_(self, *_):
+        return self
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return tuple(stride // self.array.itemsize for stride in self.array.strides)
+
+    def copy_(self, _):
+        return self
+
+
+def triton_call(kernel, arrays, numbers, outputs, *, grid, **options):
+    """Stands in for `jax_beam_attn._core.triton_call.triton_call` on concrete arrays."""
+    launch_only = ("target", "cost", "num_warps", "num_stages")
+    constants = {name: value for name, value in options.items() if name not in launch_only}
+    # Outputs start as NaN, so that an element that no program writes shows.
+    results = [
+        np.full(each.shape, np.nan if np.issubdtype(each.dtype, np.inexact) else -77, each.dtype)
+        for each in outputs
+    ]
+    arguments = [_argument(array) for array in arrays]
+    kernel[grid](*arguments, numbers, *(_Tensor(result) for result in results), **constants)
+    return results
+
+
+def _argument(array):
+    if array is None:
+        return None
+    if hasattr(array, "block_shape"):
+        base = _Tensor(np.ascontiguousarray(array.base))
+        return TensorDescriptor(base, list(array.shape), list(array.strides), array.block_shape)
+    return _Tensor(np.ascontiguousarray(array))

@@ -1,0 +1,96 @@
+"""How far a result may be from the float64 oracle: one table for all operators.
+
+Outputs are compared row by row (one row: the D numbers of one query head), by the norm of the
+difference relative to the norm of the expected row. That is stricter than the Frobenius error of
+the whole array, in which one wrong row can hide. LSE is compared by absolute error. NaN fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Limits for one dtype of the query.
+
+    Attributes:
+        out: Relative error of an output row.
+        out_floor: Absolute error of an output element that always passes: what is smaller is
+            flushed to zero or rounded to the dtype's subnormal grid.
+        lse: Absolute error of the LSE.
+    """
+
+    out: float
+    out_floor: float
+    lse: float
+
+
+# LSE is float32 for every dtype: products of bf16 and fp16 numbers are exact in float32, so what
+# is left is float32's rounding (6e-8 relative) in sums of at most a few thousand terms and in
+# exp and log, times the size of the logits (tens).
+_LSE = 1e-5
+
+TOLERANCES = {
+    # Float32 rounding of sums of a few thousand terms, and some cancellation between values.
+    jnp.dtype(jnp.float32): Tolerance(out=1e-5, out_floor=2.0**-126, lse=_LSE),
+    # The output is rounded once, by at most half a step of 2**-7: 2**-8 of its size in the worst
+    # case. Float32's error is far below that.
+    jnp.dtype(jnp.bfloat16): Tolerance(out=2.0**-8, out_floor=2.0**-126, lse=_LSE),
+    # Likewise with steps of 2**-10; fp16 alone has subnormals in sight, in steps of 2**-24.
+    jnp.dtype(jnp.float16): Tolerance(out=2.0**-11 + 1e-5, out_floor=2.0**-24, lse=_LSE),
+}
+
+# The same float32 mathematics summed in another order (vmap or a loop, split or one pass).
+REORDERED = Tolerance(out=5e-6, out_floor=2.0**-126, lse=5e-6)
+
+# Rounding of a logit relative to its size: one float32 step for each of scale, products and sum.
+LARGE_LOGIT_ROUNDING = 2.0**-20
+
+
+def assert_out_close(got, want, tolerance: Tolerance) -> None:
+    """Requires every row (last axis) of `got` to be within tolerance of `want`."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    assert got.shape == want.shape
+    assert np.isfinite(got).all(), "output is not finite"
+    if not want.size:
+        return
+    error = np.linalg.norm(got - want, axis=-1)
+    floor = tolerance.out_floor * np.sqrt(want.shape[-1])
+    limit = np.maximum(tolerance.out * np.linalg.norm(want, axis=-1), floor)
+    worst = np.unravel_index(np.argmax(error / limit), error.shape)
+    assert error[worst] <= limit[worst], (
+        f"row {tuple(map(int, worst))}: error {error[worst]:.3g}, allowed {limit[worst]:.3g}\n"
+        f"got  {got[worst]}\nwant {want[worst]}"
+    )
+
+
+def assert_lse_close(got, want, tolerance: Tolerance) -> None:
+    """Requires the same rows to be empty (-inf) and the others to be within tolerance."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    assert got.shape == want.shape
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want), "empty rows (LSE -inf)")
+    full = ~np.isneginf(want)
+    assert np.isfinite(got[full]).all(), "LSE is not finite"
+    np.testing.assert_allclose(got[full], want[full], rtol=0, atol=tolerance.lse)
+
+
+def relative_frobenius(got, want) -> float:
+    """||got - want|| / ||want|| of whole arrays, NaN where either has one."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    assert got.shape == want.shape
+    size = np.linalg.norm(want)
+    return float(np.linalg.norm(got - want) / (size if size else 1.0))
+
+
+# Kernels against the float32 reference on the same inputs: relative Frobenius error of the output
+# and absolute error of the LSE. Weights are rounded to the query's dtype before they meet V.
+KERNEL_OUT = {
+    jnp.dtype(jnp.float32): 1e-5,
+    jnp.dtype(jnp.bfloat16): 4e-3,
+    jnp.dtype(jnp.float16): 5e-4,
+}
+KERNEL_LSE = 1e-3
