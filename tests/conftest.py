@@ -13,6 +13,9 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # on a machine that has a GPU.
 if os.environ.get("JAX_BEAM_ATTN_TEST_GPU", "0") in ("", "0"):
     os.environ["JAX_PLATFORMS"] = "cpu"
+else:
+    # XLA measures several kernels for each matrix product of the references: time for nothing.
+    os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
 
 # A new shape costs a compilation, so no deadline and few examples; always the same ones, so that
 # a change is not blamed for what it did not do. `--hypothesis-profile=deep` looks further.

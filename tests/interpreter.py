@@ -11,12 +11,19 @@ import numpy as np
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+class _Dtype(str):
+    """A PyTorch dtype's name that also knows its size."""
+
+    itemsize: int
+
+
 class _Tensor:
     """A NumPy array in the clothes of a CPU PyTorch tensor."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
-        self.dtype = f"torch.{array.dtype.name}"
+        self.dtype = _Dtype(f"torch.{array.dtype.name}")
+        self.dtype.itemsize = array.itemsize
         self.shape = array.shape
 
     def data_ptr(self) -> int:
@@ -49,7 +56,7 @@ class _Tensor:
 
 def triton_call(kernel, arrays, numbers, outputs, *, grid, **options):
     """Stands in for `jax_beam_attn._core.triton_call.triton_call` on concrete arrays."""
-    launch_only = ("target", "cost", "num_warps", "num_stages")
+    launch_only = ("target", "cost", "num_warps", "num_stages", "blocks_per_sm")
     constants = {name: value for name, value in options.items() if name not in launch_only}
     # Outputs start as NaN, so that an element that no program writes shows.
     results = [

@@ -55,9 +55,12 @@ def int32(name: str, values: Any) -> jax.Array:
         raise TypeError(f"{name}: got dtype {values.dtype}, expected int32 or int64")
     if values.dtype == np.int32:
         return jnp.asarray(values)
+    # Bounds that the dtype itself can hold: `clip` would wrap others into it.
+    own = jnp.iinfo(values.dtype)
+    low, high = max(int(own.min), int(_INT32.min)), min(int(own.max), int(_INT32.max))
     if isinstance(values, np.ndarray):
-        return jnp.asarray(np.clip(values, _INT32.min, _INT32.max).astype(np.int32))
-    return jnp.clip(values, _INT32.min, _INT32.max).astype(jnp.int32)
+        return jnp.asarray(np.clip(values, low, high).astype(np.int32))
+    return jnp.clip(values, low, high).astype(jnp.int32)
 
 
 def float32(name: str, values: Any, expected_shape: Sequence[int | str]) -> jax.Array:

@@ -123,8 +123,9 @@ def merge_kernel(
         peak = new_peak
 
     empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
     log_total = tl.where(empty, float("-inf"), peak + tl.log(total))
-    norm = 1.0 / tl.where(empty, 1.0, total)
+    norm = 1.0 / total
     if sink is not None:
         of_sink = tl.load(sink + sample * sink_stride + row % heads, mask=valid, other=0.0)
         norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))

@@ -21,6 +21,9 @@ PARTS: tuple[Part, ...] = get_args(Part)
 # The contract with the libraries; csrc/abi.h holds the same number.
 ABI_VERSION = 1
 
+# As JAX's registry spells them: for another spelling it registers a target that XLA never finds.
+_PLATFORM: dict[Part, str] = {"cpu": "cpu", "cuda": "CUDA"}
+
 _FOLDER = Path(__file__).resolve().parents[1] / "_native"
 
 _lock = threading.RLock()
@@ -67,7 +70,7 @@ def _register(name: str, part: Part) -> Availability:
         handler = getattr(library, name)
     except AttributeError:
         return Availability(False, f"{_path(part).name} has no handler {name}")
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=part)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=_PLATFORM[part])
     return Availability(True)
 
 

@@ -49,14 +49,15 @@ class Implementation:
 
     Attributes:
         name: `"triton"` or `"cute"`.
+        unavailable: Target to the reason why it cannot be used for it in this installation, or
+            None.
         unsupported: `(operand avals, call)` to the reason why it cannot serve the call, or None.
-        missing: The reason why it cannot be used in this installation at all, or None.
         run: `(operands, call)` to the tuple of outputs; traced inside the lowering.
     """
 
     name: str
+    unavailable: Callable[[GpuTarget], str | None]
     unsupported: Callable[[Operands, Call], str | None]
-    missing: Callable[[], str | None]
     run: Callable[[Operands, Call], tuple[jax.Array, ...]]
 
 
@@ -154,7 +155,7 @@ class Operator:
         for each in self.implementations:
             if implementation not in (None, each.name):
                 continue
-            reason = each.missing() or each.unsupported(operands, call)
+            reason = each.unavailable(call.target) or each.unsupported(operands, call)
             if reason is None:
                 return each
             if implementation is not None:

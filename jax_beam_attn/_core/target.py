@@ -32,6 +32,12 @@ class GpuTarget:
         suffix = "a" if self.compute_capability in (90, 100, 103) else ""
         return f"sm_{self.compute_capability}{suffix}"
 
+    @property
+    def block_shared_bytes(self) -> int:
+        """The most shared memory that one thread block can have."""
+        kib = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+        return kib.get(self.compute_capability, 99) * 1024
+
 
 _MIB = 2**20
 

@@ -18,6 +18,9 @@ from jax_beam_attn._core.target import GpuTarget
 _PTX_VERSION = 88
 _PTX_VERSION_OF = {110: 90}
 
+_REGISTERS_PER_SM = 65536
+_MAX_REGISTERS = 248  # of a thread, a multiple of 8 as they are allocated
+
 
 def triton_call(
     kernel: Any,
@@ -30,6 +33,7 @@ def triton_call(
     cost: Mapping[str, int] | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
+    blocks_per_sm: int = 1,
     **constants: Any,
 ) -> list[jax.Array]:
     """Calls `kernel(*arrays, numbers, *outputs, **constants)`.
@@ -47,12 +51,20 @@ def triton_call(
         cost: `flops` and `bytes_accessed`, for XLA.
         num_warps: Warps in a block.
         num_stages: Depth of software pipelining.
+        blocks_per_sm: Thread blocks that the registers of one SM have to suffice for.
         **constants: Compile-time constants.
 
     Returns:
         The outputs.
     """
     capability = target.compute_capability
+    options = {
+        "ptx_version": _PTX_VERSION_OF.get(capability, _PTX_VERSION),
+        "enable_fp_fusion": True,  # the default is about to change
+    }
+    if blocks_per_sm > 1:
+        registers = _REGISTERS_PER_SM // (32 * num_warps * blocks_per_sm)
+        options["maxnreg"] = min(registers // 8 * 8, _MAX_REGISTERS)
     return jax_triton.triton_call(
         *arrays,
         numbers,
@@ -62,10 +74,7 @@ def triton_call(
         compute_capability=capability,
         num_warps=num_warps,
         num_stages=num_stages,
-        backend_options={
-            "ptx_version": _PTX_VERSION_OF.get(capability, _PTX_VERSION),
-            "enable_fp_fusion": True,  # the default is about to change
-        },
+        backend_options=options,
         cost_estimate=None if cost is None else dict(cost),
         **constants,
     )

@@ -91,7 +91,7 @@ def _attend(operands, call, plan, slots, *, context, beam):
         topk.shape[1],
         topk.shape[2],
         plan.chunk,
-        plan.splits_per_sample,
+        plan.num_splits,
         m_tiles,
         stride("decode_nums", 0),
         stride("scale", 0),
@@ -129,6 +129,7 @@ def _attend(operands, call, plan, slots, *, context, beam):
         cost=call.cost,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        blocks_per_sm=plan.blocks_per_sm,
         HEAD_DIM=head_dim,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
@@ -215,10 +216,19 @@ def attend_kernel(
     q_rows = q + sample.to(tl.int64) * width * heads * HEAD_DIM + in_row
     inside = row_valid[:, None] & (column < HEAD_DIM)[None, :]
 
-    to_logit = numbers[1][0]
+    # Scores q.k are compared as they are and scaled inside the exponent, by `to_log2` > 0: a
+    # traced scale's sign goes to the query, and 0 becomes next to nothing.
+    softmax_scale = numbers[1][0]
+    sign = 1.0
     if scale is not None:
-        to_logit = tl.load(scale + sample * scale_stride)
+        softmax_scale = tl.load(scale + sample * scale_stride)
+        sign = tl.where(softmax_scale < 0.0, -1.0, 1.0)
+        softmax_scale = tl.maximum(tl.abs(softmax_scale), 1e-30)
     cap = numbers[1][1]
+    to_cap = softmax_scale / cap
+    to_log2 = softmax_scale * _LOG2E
+    if SOFT_CAP:
+        to_log2 = cap * _LOG2E
 
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -227,33 +237,37 @@ def attend_kernel(
     if BEAM:
         # Steps are dealt to the sample's splits in turn, so no split has more than one extra.
         q_tile = tl.load(q_rows[:, None] + column[None, :], mask=inside, other=0.0)
-        q_tile = q_tile.to(tl.float32)
+        q_tile = q_tile.to(tl.float32) * sign
         index_head = (head * index_heads) // heads
         index_rows = topk_indices + (
             (sample.to(tl.int64) * index_heads + index_head) * max_steps * width + beam
         )
         beam_base = sample.to(tl.int64) * beam_rows
         steps = tl.minimum(tl.load(decode_nums + sample * decode_stride), max_steps)
+        following = _ancestors(index_rows, split, steps, width, row_valid)
         for step in range(split, steps, splits):
-            ancestor = tl.load(index_rows + step * width, mask=row_valid, other=-1)
+            ancestor = following
+            following = _ancestors(index_rows, step + splits, steps, width, row_valid)
             found = (ancestor >= 0) & (ancestor < beam_rows)
             at = ((beam_base + ancestor) * kv_heads + kv_head) * HEAD_DIM
             at = at[:, None] + column[None, :]
             present = found[:, None] & (column < HEAD_DIM)[None, :]
             k = tl.load(k_beam + at, mask=present, other=0.0).to(tl.float32)
             v = tl.load(v_beam + at, mask=present, other=0.0).to(tl.float32)
-            logit = _to_log2(tl.sum(q_tile * k, axis=1), to_logit, cap, SOFT_CAP)
-            logit = tl.where(found, logit, float("-inf"))
-            new_peak = tl.maximum(peak, logit)
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            shrink = tl.exp2(peak - base)
-            weight = tl.exp2(logit - base)
+            score = _soft_cap(tl.sum(q_tile * k, axis=1), to_cap, SOFT_CAP)
+            score = tl.where(found, score, float("-inf"))
+            new_peak = tl.maximum(peak, score)
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
+            shrink = tl.exp2(peak * to_log2 - base)
+            weight = tl.exp2(score * to_log2 - base)
             total = total * shrink + weight
             acc = acc * shrink[:, None] + weight[:, None] * v
             peak = new_peak
 
     if CONTEXT:
         q_tile = tl.load(q_rows[:, None] + column[None, :], mask=inside, other=0.0)
+        if scale is not None:
+            q_tile = (q_tile * sign).to(q.dtype.element_ty)
         length, start = _bounds(
             sample, True, capacity, pool_rows, samples_per_group, seqused, cu_seqlens
         )
@@ -267,19 +281,20 @@ def attend_kernel(
         for position in tl.range(low, whole, BLOCK_N):
             peak, total, acc = _attend_tile(
                 q_tile, peak, total, acc, position, high, start, table, k_context, v_context,
-                kv_head, kv_heads, pool_rows, page_size, to_logit, cap,
+                kv_head, kv_heads, pool_rows, page_size, to_log2, to_cap,
                 HEAD_DIM, BLOCK_N, BLOCK_D, PAGED, PAGE_ALIGNED, USE_TMA, SOFT_CAP, False,
             )  # fmt: skip
         if whole < high:
             peak, total, acc = _attend_tile(
                 q_tile, peak, total, acc, whole, high, start, table, k_context, v_context,
-                kv_head, kv_heads, pool_rows, page_size, to_logit, cap,
+                kv_head, kv_heads, pool_rows, page_size, to_log2, to_cap,
                 HEAD_DIM, BLOCK_N, BLOCK_D, PAGED, PAGE_ALIGNED, USE_TMA, SOFT_CAP, True,
             )  # fmt: skip
 
     empty = total == 0.0
-    log_total = tl.where(empty, float("-inf"), peak * _LN2 + tl.log(total))
-    norm = 1.0 / tl.where(empty, 1.0, total)
+    total = tl.where(empty, 1.0, total)
+    log_total = tl.where(empty, float("-inf"), peak * to_log2 * _LN2 + tl.log(total))
+    norm = 1.0 / total
     if sink is not None:
         of_sink = tl.load(sink + sample * sink_stride + head, mask=row_valid, other=0.0)
         norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
@@ -291,9 +306,16 @@ def attend_kernel(
 
 
 @triton.jit
+def _ancestors(index_rows, step, steps, width, row_valid):
+    """Each row's ancestor of a step, -1 where there is none."""
+    wanted = tl.where(row_valid, step, steps) < steps
+    return tl.load(index_rows + step * width, mask=wanted, other=-1)
+
+
+@triton.jit
 def _attend_tile(
     q_tile, peak, total, acc, position, high, start, table, k_context, v_context,
-    kv_head, kv_heads, pool_rows, page_size, to_logit, cap,
+    kv_head, kv_heads, pool_rows, page_size, to_log2, to_cap,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAGED: tl.constexpr,
     PAGE_ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, SOFT_CAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -335,14 +357,14 @@ def _attend_tile(
             k = tl.load(k_context + at, mask=in_head, other=0.0)
             v = tl.load(v_context + at, mask=in_head, other=0.0)
 
-    logit = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
-    logit = _to_log2(logit, to_logit, cap, SOFT_CAP)
+    score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+    score = _soft_cap(score, to_cap, SOFT_CAP)
     if MASK or PAGED:
-        logit = tl.where(valid[None, :], logit, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logit, axis=1))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    shrink = tl.exp2(peak - base)
-    weight = tl.exp2(logit - base[:, None])
+        score = tl.where(valid[None, :], score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
+    shrink = tl.exp2(peak * to_log2 - base)
+    weight = tl.exp2(score * to_log2 - base[:, None])
     total = total * shrink + tl.sum(weight, axis=1)
     acc = acc * shrink[:, None]
     acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
@@ -350,12 +372,11 @@ def _attend_tile(
 
 
 @triton.jit
-def _to_log2(score, to_logit, cap, SOFT_CAP: tl.constexpr):
-    """Scores as logits in units of log 2, soft-capped where asked."""
+def _soft_cap(score, to_cap, SOFT_CAP: tl.constexpr):
+    """tanh(score * to_cap) where asked, the logit in units of the cap; else the score."""
     if SOFT_CAP:
-        # tanh(x) = 2 sigmoid(2x) - 1
-        return cap * _LOG2E * (2.0 * tl.sigmoid(2.0 * to_logit / cap * score) - 1.0)
-    return score * (to_logit * _LOG2E)
+        return 2.0 * tl.sigmoid(2.0 * to_cap * score) - 1.0
+    return score
 
 
 @triton.jit

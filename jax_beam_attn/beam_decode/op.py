@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jax_beam_attn._core import availability, folding
 from jax_beam_attn._core.operator import Implementation, Operator, Output
+from jax_beam_attn.beam_decode.plan import triton_unsupported
 from jax_beam_attn.beam_decode.reference import beam_decode_reference
 
 
@@ -144,5 +145,5 @@ def _run_triton(operands, call):
 
 
 beam_decode.implementations = [
-    Implementation("triton", lambda *_: None, availability.missing_triton, _run_triton),
+    Implementation("triton", availability.triton_unavailable, triton_unsupported, _run_triton),
 ]

@@ -22,6 +22,7 @@ class BeamDecodePlan:
         block_n: Context tokens in a tile.
         num_warps: Warps in a thread block.
         num_stages: Tiles in flight.
+        blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
 
     Example:
         >>> BeamDecodePlan(num_splits=4).num_splits
@@ -34,13 +35,14 @@ class BeamDecodePlan:
     block_n: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    blocks_per_sm: int | None = None
 
     def __post_init__(self):
         checks.one_of("plan.pipeline", self.pipeline, (None, "fused", "3kernel"))
         for name, smallest in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
             allowed = [size for size in _POWERS_OF_TWO if size >= smallest]
             checks.one_of(f"plan.{name}", getattr(self, name), (None, *allowed))
-        for name in ("num_splits", "num_stages"):
+        for name in ("num_splits", "num_stages", "blocks_per_sm"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"plan.{name}: got {value}, expected >= 1 or None")
@@ -65,13 +67,10 @@ class TritonPlan:
     block_n: int
     num_warps: int
     num_stages: int
+    blocks_per_sm: int
     ragged: bool
     total: int
     use_tma: bool
-
-    @property
-    def splits_per_sample(self) -> int:
-        return self.num_splits
 
     def slots(self, batch: int) -> int:
         """Slots of the whole batch: every sample has one for each chunk begun, at least one."""
@@ -83,7 +82,19 @@ class TritonPlan:
 
     def of_beam_part(self) -> TritonPlan:
         """The launch of the beam part alone: small tiles, so that many gathers are in flight."""
-        return dataclasses.replace(self, num_splits=1, block_m=16, num_warps=4, num_stages=1)
+        return dataclasses.replace(
+            self, num_splits=1, block_m=16, num_warps=4, num_stages=1, blocks_per_sm=1
+        )
+
+
+# (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm), measured on an H200 at
+# D = 128: the first entry that holds all of a KV head's queries, else the last.
+_TILES = (
+    (16, 16, 64, 4, 3, 2),
+    (32, 32, 64, 4, 3, 2),
+    (64, 64, 64, 4, 3, 2),
+    (128, 128, 64, 8, 2, 2),
+)
 
 
 def resolve_triton(operands, call) -> TritonPlan:
@@ -97,26 +108,41 @@ def resolve_triton(operands, call) -> TritonPlan:
     q, k = operands["q"], operands["k_context"]
     batch, width, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
-    wide = q.dtype.itemsize == 4
     rows = width * heads // kv_heads
+    # What a tile costs in registers and shared memory, in units of 128 elements of 16 bits.
+    weight = -(-head_dim // 128) * q.dtype.itemsize // 2
 
-    block_m = given.block_m or _tile_m(rows, wide, head_dim)
-    block_n = given.block_n or (32 if wide else 64 if head_dim > 128 or block_m < 64 else 128)
-    if given.block_n is None and "block_tables" in operands:
+    tiles = [t for t in _TILES if t[0] * weight <= 128] or [_TILES[0]]
+    limit = given.block_m or rows
+    _, block_m, block_n, num_warps, num_stages, blocks_per_sm = next(
+        (t for t in tiles if limit <= t[0]), tiles[-1]
+    )
+    block_m = given.block_m or block_m
+    block_n = given.block_n or max(16, block_n // weight)
+    if "block_tables" in operands and given.block_n is None:
         # A tile within one page is addressed once and can come by the tensor memory accelerator.
         page_size = k.shape[1]
-        block_n = next((n for n in (block_n, 64, 32) if page_size % n == 0 and n <= block_n), 64)
-    num_warps = given.num_warps or (8 if block_m >= 128 else 4)
-    num_stages = given.num_stages or (1 if wide else 2)
+        block_n = next((n for n in (block_n, 32, 16) if page_size % n == 0), block_n)
+    num_warps = given.num_warps or num_warps
+    blocks_per_sm = given.blocks_per_sm or blocks_per_sm
+    while num_stages > 1 and (
+        _shared_bytes(block_m, block_n, num_stages, head_dim, q.dtype.itemsize)
+        > call.target.block_shared_bytes
+    ):
+        num_stages -= 1
+    num_stages = given.num_stages or num_stages
 
     ragged = "seqused" in operands or "cu_seqlens" in operands
     mean = max(1, call.static.total // max(batch, 1))
     blocks = -(-rows // block_m) * kv_heads * batch
-    if given.num_splits is not None:
-        chunk = -(-call.static.capacity // given.num_splits)
-    else:
-        chunk = -(-mean // _splits(blocks, mean, block_n, call.target.num_sms, block_m))
-    chunk = max(1, -(-chunk // block_n)) * block_n
+    splits = given.num_splits
+    if splits is None:
+        # As many as fill the GPU once, with at least two tiles each; of the mean length, so that
+        # the ragged have more.
+        fill = blocks_per_sm * call.target.num_sms // max(blocks, 1)
+        splits = max(1, min(fill, mean // (2 * block_n)))
+        splits = max(1, splits * call.static.capacity // mean)
+    chunk = max(1, -(-call.static.capacity // (splits * block_n))) * block_n
     num_splits = max(1, -(-call.static.capacity // chunk))
     return TritonPlan(
         pipeline=given.pipeline or "fused",
@@ -126,21 +152,31 @@ def resolve_triton(operands, call) -> TritonPlan:
         block_n=block_n,
         num_warps=num_warps,
         num_stages=num_stages,
+        blocks_per_sm=blocks_per_sm,
         ragged=ragged and num_splits > 1,
         total=call.static.total,
-        use_tma=call.target.compute_capability >= 90 and not wide,
+        use_tma=call.target.compute_capability >= 90 and q.dtype.itemsize == 2,
     )
 
 
-def _tile_m(rows: int, wide: bool, head_dim: int) -> int:
-    limit = 32 if wide else 64 if head_dim > 128 else 128
-    for block_m in (16, 32, 64):
-        if rows <= block_m <= limit:
-            return block_m
-    return limit
+def triton_unsupported(operands, call) -> str | None:
+    """The reason why the GPU has no room for the plan, or None."""
+    plan, q = resolve_triton(operands, call), operands["q"]
+    needed = _shared_bytes(
+        plan.block_m, plan.block_n, plan.num_stages, q.shape[-1], q.dtype.itemsize
+    )
+    if needed <= call.target.block_shared_bytes:
+        return None
+    return (
+        f"plan needs {needed} bytes of shared memory (block_m={plan.block_m}, "
+        f"block_n={plan.block_n}, num_stages={plan.num_stages}), and a block of "
+        f"{call.target.name} has at most {call.target.block_shared_bytes}"
+    )
 
 
-def _splits(blocks: int, tokens: int, block_n: int, num_sms: int, block_m: int) -> int:
-    """As many splits as fill the GPU once, with at least two tiles each."""
-    per_sm = 2 if block_m < 64 else 1
-    return max(1, min(per_sm * num_sms // max(blocks, 1), tokens // (2 * block_n)))
+def _shared_bytes(
+    block_m: int, block_n: int, num_stages: int, head_dim: int, itemsize: int
+) -> int:
+    """The query tile, the K and V tiles of every stage, and barriers."""
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    return (block_m + 2 * num_stages * block_n) * block_d * itemsize + 1024

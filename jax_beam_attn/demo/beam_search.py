@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -137,9 +137,7 @@ def beam_search(
             possibly late and out of order.
     """
     state = _initial_state(context, num_beams, max_new_tokens, config)
-    select = functools.partial(
-        _select_beams, eos_token=eos_token, length_penalty=length_penalty
-    )
+    select = functools.partial(_select_beams, eos_token=eos_token, length_penalty=length_penalty)
 
     def is_live(state: _State) -> jax.Array:
         return (state.step < max_new_tokens) & jnp.any(state.log_probs > -jnp.inf)
@@ -224,7 +222,7 @@ def _decode_step(
             seqused_k=context.lengths,
             implementation=implementation,
         )
-        return out[:, 0]
+        return cast(jax.Array, out)[:, 0]  # no tuple without return_lse
 
     hidden = run_layers(params, tokens, positions, attend, config)
     return unembed(params, hidden), state._replace(k_beam=tuple(k_beam), v_beam=tuple(v_beam))
@@ -261,8 +259,8 @@ def _select_beams(
     parents = jnp.take_along_axis(parents, order, axis=1)
     tokens = jnp.take_along_axis(tokens, order, axis=1)
 
-    # log_prob only falls, so what a beam can still reach is its log_prob now, divided by the
-    # largest divisor of any length to come: the longest one's, or, for negative penalties, the next.
+    # log_prob only falls, so no live beam will score more than its log_prob of now divided by the
+    # largest divisor to come: that of the last length, or, if the penalty is negative, of the next.
     best_divisor = jnp.maximum(
         _length_divisor(next_step + 1, length_penalty),
         _length_divisor(max_new_tokens, length_penalty),

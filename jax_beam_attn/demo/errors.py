@@ -1,5 +1,9 @@
-"""The demo's user errors."""
+"""What makes the demo stop with one line instead of a traceback."""
 
 
 class DemoError(Exception):
-    """Something the user can put right; printed as one line, without a traceback."""
+    """Something that the user can put right: exit code 2."""
+
+
+class VerificationError(Exception):
+    """A log-probability that is not what it should be: exit code 1."""

@@ -84,17 +84,6 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
     )
 
 
-def store(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Rounds to a narrower dtype, in a way that XLA must not undo.
-
-    XLA drops a conversion to bf16 that is followed by one back to float32 (it calls that excess
-    precision), so that with `astype` alone the same key would be rounded where it goes through a
-    cache and unrounded where it does not.
-    """
-    target = jnp.finfo(dtype)
-    return lax.reduce_precision(x, target.nexp, target.nmant).astype(dtype)
-
-
 def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """Rotary position embedding over interleaved pairs (2i, 2i + 1).
 
@@ -146,7 +135,7 @@ def run_layers(
         query = rope(project(h, layer.query).reshape(heads), positions, config.rope_theta)
         key = rope(project(h, layer.key).reshape(heads), positions, config.rope_theta)
         value = project(h, layer.value).reshape(heads)
-        attended = attend(index, store(query, dtype), store(key, dtype), store(value, dtype))
+        attended = attend(index, query.astype(dtype), key.astype(dtype), value.astype(dtype))
         x += project(attended.reshape(*tokens.shape, -1), layer.attention_output)
         h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
         x += project(jax.nn.silu(project(h, layer.gate)) * project(h, layer.up), layer.down)
@@ -173,7 +162,7 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.
         out = jax.nn.dot_product_attention(
             *(x.astype(jnp.float32) for x in (query, key, value)), is_causal=True
         )
-    return store(out, query.dtype)
+    return out.astype(query.dtype)
 
 
 def forward(params: LlamaParams, tokens: jax.Array, config: LlamaConfig) -> jax.Array:

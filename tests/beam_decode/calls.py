@@ -133,9 +133,7 @@ def _jitted(static: tuple[tuple[str, Any], ...]):
 def run(call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Calls the operator, jitted: (out, lse). Python numbers but decode_nums are static."""
     static = tuple(
-        (name, x)
-        for name, x in call.items()
-        if not hasattr(x, "shape") and name != "decode_nums"
+        (name, x) for name, x in call.items() if not hasattr(x, "shape") and name != "decode_nums"
     )
     traced = {name: x for name, x in call.items() if name not in dict(static)}
     out, lse = _jitted(static)(**traced)

@@ -62,8 +62,7 @@ def _context_places(b, shape, seqused_k, cu_seqlens_k, block_tables):
         pages, page_size = shape[:2]
         length = min(int(seqused_k[b]), len(block_tables[b]) * page_size)
         tokens = [
-            (int(block_tables[b][token // page_size]), token % page_size)
-            for token in range(length)
+            (int(block_tables[b][token // page_size]), token % page_size) for token in range(length)
         ]
         return [(page, offset) for page, offset in tokens if 0 <= page < pages]
     length = shape[1] if seqused_k is None else min(int(seqused_k[b]), shape[1])

@@ -3,6 +3,11 @@ import pytest
 from bench.peers import peers_by_id
 from bench.table import format_table, targets, verdict
 
+TABLE = """\
+id      implementation  us (p10..p90)      L2    floor  x floor  bar   aim   verdict  error
+beam-2  triton          19.0 (18.5..19.8)  warm  10.9   1.75     20.0  17.5  bar      2.0e-03
+quick   reference       19.0 (18.5..19.8)  warm  10.9   1.75     -     -     WRONG    nan"""
+
 
 @pytest.mark.parametrize(
     ("us", "expected"), [(17.5, "aim"), (17.6, "bar"), (20.0, "bar"), (20.1, "slow")]
@@ -29,11 +34,7 @@ def test_relative_targets_are_those_of_the_same_implementation(make_row):
 
 def test_table(make_row):
     rows = [make_row(), make_row(id="quick", implementation="reference", error=float("nan"))]
-    assert format_table(rows).splitlines() == [
-        "id      implementation  us (p10..p90)      L2    floor  x floor  bar   aim   verdict  error",
-        "beam-2  triton          19.0 (18.5..19.8)  warm  10.9   1.75     20.0  17.5  bar      2.0e-03",
-        "quick   reference       19.0 (18.5..19.8)  warm  10.9   1.75     -     -     WRONG    nan",
-    ]
+    assert format_table(rows) == TABLE
 
 
 def test_table_finds_relative_targets_among_stored_rows(make_row):

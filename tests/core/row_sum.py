@@ -6,6 +6,7 @@ Its kernels loop over run-time sizes, and the CuTe one reduces through shared me
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +62,6 @@ def _run_cute(operands, call):
     )
 
 
-def _cute_unsupported(avals, call):
-    if call.target.compute_capability not in (90, 100):
-        return f"needs sm_90a or sm_100a, and the target is {call.target.arch}"
-    return None
-
-
 operator = Operator(
     "row_sum",
     reference=_reference,
@@ -80,8 +75,13 @@ operator = Operator(
     instead="jnp.sum",
 )
 operator.implementations = [
-    Implementation("cute", _cute_unsupported, availability.missing_cute, _run_cute),
-    Implementation("triton", lambda *_: None, availability.missing_triton, _run_triton),
+    Implementation(
+        "cute",
+        functools.partial(availability.cute_unavailable, capabilities=(90, 100)),
+        lambda *_: None,
+        _run_cute,
+    ),
+    Implementation("triton", availability.triton_unavailable, lambda *_: None, _run_triton),
 ]
 
 

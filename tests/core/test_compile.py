@@ -1,11 +1,7 @@
 """Kernels of both compilers, compiled on a host without a GPU, exported and inspected."""
 
 import functools
-import re
-import shutil
-import subprocess
 import warnings
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -13,40 +9,24 @@ import pytest
 
 import jax_beam_attn
 from jax_beam_attn._core import availability
+from jax_beam_attn._core.target import TARGETS
+from tests.compiled import ARCHS, PTXAS, assemble, export_for, ptx_of
 from tests.core.row_sum import operator, row_sum
 
-needs_triton = pytest.mark.skipif(
-    availability.missing_triton() is not None, reason=str(availability.missing_triton())
-)
-needs_cute = pytest.mark.skipif(
-    availability.missing_cute() is not None, reason=str(availability.missing_cute())
-)
-
-ARCHS = {"a100": "sm_80", "h200": "sm_90a", "b200": "sm_100a", "rtx 5090": "sm_120a"}
+_NO_TRITON = availability.triton_unavailable(TARGETS["h200"])
+_NO_CUTE = availability.cute_unavailable(TARGETS["h200"])
+needs_triton = pytest.mark.skipif(_NO_TRITON is not None, reason=str(_NO_TRITON))
+needs_cute = pytest.mark.skipif(_NO_CUTE is not None, reason=str(_NO_CUTE))
 
 
 def _export(gpu, implementation=None, shape=(3, 100), platforms=("cuda",)):
-    function = functools.partial(row_sum, implementation=implementation)
-    with jax_beam_attn.gpu_target(gpu):
-        return jax.export.export(
-            jax.jit(function),
-            platforms=platforms,
-            disabled_checks=jax_beam_attn.export_disabled_checks(),
-        )(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32))
-
-
-def _ptx(exported) -> str:
-    """The PTX inside an exported Triton call: a compressed protocol buffer in the module text."""
-    escaped = re.search(r'opaque = "((?:[^"\\]|\\.)*)"', exported.mlir_module()).group(1)
-    raw = re.sub(
-        r"\\([0-9A-Fa-f]{2}|.)",
-        lambda m: chr(int(m[1], 16)) if len(m[1]) == 2 else {"n": "\n", "t": "\t"}.get(m[1], m[1]),
-        escaped,
-    ).encode("latin-1")
-    text = zlib.decompress(raw).decode("latin-1")
-    # The PTX is one string field among others: printable, and it ends with a brace.
-    text = re.match(r"[\t\n -~]*", text[text.index("//") :])[0]
-    return text[: text.rindex("}") + 1]
+    return export_for(
+        gpu,
+        functools.partial(row_sum, implementation=implementation),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape[:1], jnp.int32),
+        platforms=platforms,
+    )
 
 
 @needs_triton
@@ -54,22 +34,17 @@ def _ptx(exported) -> str:
 def test_triton_compiles_and_exports(gpu):
     exported = _export(gpu, "triton")
     assert "triton_kernel_call_ffi" in jax.export.deserialize(exported.serialize()).mlir_module()
-    ptx = _ptx(exported)
+    (ptx,) = ptx_of(exported)
     assert f".target {ARCHS[gpu]}" in ptx
     assert ".version 8.8" in ptx  # what CUDA 12.9's and every CUDA 13 assembler reads
 
 
 @needs_triton
+@pytest.mark.skipif(PTXAS is None, reason="no ptxas on PATH")
 @pytest.mark.parametrize("gpu", ARCHS)
 def test_ptx_is_accepted_by_the_assembler(gpu, tmp_path):
-    ptxas = shutil.which("ptxas")
-    if ptxas is None:
-        pytest.skip("no ptxas on PATH")
-    source = tmp_path / "kernel.ptx"
-    source.write_text(_ptx(_export(gpu, "triton")))
-    subprocess.run(
-        [ptxas, f"-arch={ARCHS[gpu]}", source, "-o", tmp_path / "kernel.cubin"], check=True
-    )
+    (ptx,) = ptx_of(_export(gpu, "triton"))
+    assert "registers" in assemble(ptx, ARCHS[gpu], tmp_path)
 
 
 @needs_cute
@@ -150,9 +125,8 @@ def test_target_is_part_of_the_cache_key():
     texts = []
     for gpu in ("a100", "h200"):
         with jax_beam_attn.gpu_target(gpu):
-            texts.append(
-                _ptx(jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(*args))
-            )
+            export = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)
+            texts += ptx_of(export(*args))
     assert "sm_80" in texts[0] and "sm_90a" in texts[1]
 
 

@@ -21,8 +21,6 @@ PROBE = "jax_beam_attn_probe"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The folder of freshly built libraries."""
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU")
     if not (shutil.which("nvcc") and shutil.which("cmake")):
         pytest.skip("no nvcc or no cmake")
     build, prefix = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("prefix")
@@ -79,7 +77,7 @@ def test_machine_code_of_every_generation(built):
         pytest.skip("no cuobjdump")
     command = [cuobjdump, "--list-elf", "--list-ptx", built / "libjax_beam_attn_cuda.so"]
     listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert set(re.findall(r"(sm_\w+)\.cubin", listing)) == {"sm_80", "sm_90a", "sm_100", "sm_120"}
+    assert set(re.findall(r"\.(sm_\w+)\.cubin", listing)) == {"sm_80", "sm_90a", "sm_100", "sm_120"}
     assert set(re.findall(r"(sm_\w+)\.ptx", listing)) == {"sm_120"}
 
 

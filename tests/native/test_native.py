@@ -55,6 +55,16 @@ def test_built_library_is_available(built, part):
     assert native.register(PROBE, part) == native.Availability(True)
 
 
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("nm"), reason="needs Linux and nm")
+@pytest.mark.parametrize("part", native.PARTS)
+def test_exports_only_its_own(built, part):
+    """The C++ library's templates must not be merged with another copy's (csrc/CMakeLists.txt)."""
+    built(part)
+    command = ["nm", "--dynamic", "--defined-only", "--format=just-symbols", native._path(part)]
+    symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert symbols and all(symbol.startswith("jax_beam_attn_") for symbol in symbols)
+
+
 @pytest.mark.parametrize("n", [0, 1, 1000])
 def test_probe(built, n):
     built("cpu")

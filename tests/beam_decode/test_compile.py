@@ -1,0 +1,70 @@
+"""The kernels compile for every architecture served, and few of them serve many shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_beam_attn import BeamDecodePlan, beam_decode_attn
+from jax_beam_attn._core import availability
+from jax_beam_attn._core.target import TARGETS
+from tests.compiled import ARCHS, PTXAS, assemble, export_for, ptx_of
+
+_NO_TRITON = availability.triton_unavailable(TARGETS["h200"])
+pytestmark = pytest.mark.skipif(_NO_TRITON is not None, reason=str(_NO_TRITON))
+
+
+def _export(gpu, *, dtype=jnp.bfloat16, head_dim=128, width=64, batch=2, page_size=None, **static):
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    index = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    q = array((batch, 1, width, 8, head_dim))
+    context = array((batch, 4096, 4, head_dim))
+    more = {}
+    if page_size:
+        context = array((300, page_size, 4, head_dim))
+        more = {"seqused_k": index((batch,)), "block_tables": index((batch, 4096 // page_size))}
+    beam = array((batch, 3 * width, 4, head_dim))
+    rows = index((batch, 1, 1, 3, width))
+    function = functools.partial(beam_decode_attn, implementation="triton", **static)
+    call = {"topk_indices": rows, "decode_nums": index(()), "k_beam": beam, "v_beam": beam, "q": q}
+    call |= {"k_context": context, "v_context": context} | more
+    return export_for(gpu, lambda call: function(**call), call)
+
+
+@pytest.mark.parametrize("gpu", ARCHS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"plan": BeamDecodePlan(pipeline="3kernel", num_splits=4)},
+        {"page_size": 64, "head_dim": 64},
+        {"page_size": 10, "head_dim": 256, "dtype": jnp.float16},
+        {"dtype": jnp.float32, "width": 2},
+    ],
+    ids=["fused", "3kernel", "paged", "odd pages", "float32"],
+)
+def test_compiles(gpu, case, tmp_path):
+    kernels = ptx_of(_export(gpu, **case))
+    assert kernels and all(f".target {ARCHS[gpu]}" in ptx for ptx in kernels)
+    if PTXAS is not None:
+        for ptx in kernels:
+            assert "registers" in assemble(ptx, ARCHS[gpu], tmp_path)
+
+
+def test_few_kernels_serve_many_shapes():
+    """Batch, width and the number of splits are run-time scalars."""
+    from jax_beam_attn._core.merge_triton import merge_kernel
+    from jax_beam_attn.beam_decode.kernel_triton import attend_kernel
+
+    _export("h200", width=65, plan=BeamDecodePlan(num_splits=2))
+    compiled = len(attend_kernel._jT_kernel_cache), len(merge_kernel._jT_kernel_cache)
+    for n in range(20):
+        _export("h200", width=66 + n, batch=1 + n, plan=BeamDecodePlan(num_splits=2 + n))
+    assert (len(attend_kernel._jT_kernel_cache), len(merge_kernel._jT_kernel_cache)) == compiled
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    plan = BeamDecodePlan(block_m=128, block_n=256, num_stages=4)
+    with pytest.raises(ValueError, match=r"plan needs \d+ bytes of shared memory.*A100"):
+        _export("a100", plan=plan)

@@ -1,0 +1,96 @@
+"""The logic of the Triton kernels on small shapes, against the oracle in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_beam_attn import BeamDecodePlan
+from jax_beam_attn._core.operator import Call
+from jax_beam_attn._core.target import TARGETS
+from jax_beam_attn.beam_decode import api
+from tests.beam_decode import calls
+from tests.pairwise import covering_rows
+from tests.tolerances import KERNEL_LSE, KERNEL_OUT, relative_frobenius
+
+PARAMETERS = {
+    "gpu": ["a100", "h200"],  # without and with the tensor memory accelerator
+    "form": ["dense", "lengths", "jagged", "paged 16", "paged 7"],
+    "dtype": ["float32", "float16"],
+    "head_dim": [16, 24],
+    "width": [1, 3, 17],
+    "group": [1, 3],
+    "context": [0, 15, 40],
+    "steps": [0, 3],
+    "num_splits": [1, 2, 5],
+    "pipeline": ["fused", "3kernel"],
+    "index_heads": ["one", "kv", "query"],
+    "sink": [False, True],
+    "soft_cap": [None, 2.0],
+    "scale": [0.3, "traced"],
+}
+# With nothing to attend to no kernel is launched.
+ROWS = [row for row in covering_rows(PARAMETERS, at_least=64) if row["context"] or row["steps"]]
+
+
+@pytest.fixture(autouse=True)
+def lowered_directly(monkeypatch):
+    """Calls the kernels on concrete arrays, in the place of the primitive."""
+
+    def call(operands, static, *, implementation, plan):
+        from jax_beam_attn.beam_decode import kernel_triton
+
+        operands = {name: array for name, array in operands.items() if array is not None}
+        return kernel_triton.run(operands, Call(static, plan, TARGETS[call.gpu], {}))
+
+    monkeypatch.setattr(api, "beam_decode", call)
+    return call
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)))
+def test_against_the_oracle(index, lowered_directly):
+    row = ROWS[index]
+    lowered_directly.gpu = row["gpu"]
+    rng = np.random.default_rng(index)
+    heads = 2 * row["group"]
+    shape = calls.Shape(
+        batch=2,
+        width=row["width"],
+        heads=heads,
+        kv_heads=2,
+        head_dim=row["head_dim"],
+        context=row["context"],
+        beam_rows=row["steps"] * row["width"] + 1,
+        steps=row["steps"],
+        index_heads={"one": 1, "kv": 2, "query": heads}[row["index_heads"]],
+    )
+    call = calls.dense_call(shape, row["dtype"], index)
+    call["topk_indices"] -= rng.random(call["topk_indices"].shape) < 0.2  # some are -1
+    call["decode_nums"] = np.array([row["steps"], row["steps"] // 2], np.int32)
+    if row["form"] != "dense":
+        call["seqused_k"] = rng.integers(0, row["context"] + 1, 2).astype(np.int32)
+    if row["sink"]:
+        call["attn_sink"] = rng.standard_normal(heads).astype(np.float32)
+    if row["soft_cap"]:
+        call["logits_soft_cap"] = row["soft_cap"]
+    traced = row["scale"] == "traced"
+    call["softmax_scale"] = jnp.float32(0.2) if traced else row["scale"]
+    call = calls.fill_unused(call, np.nan)
+    if row["form"] == "jagged":
+        call = calls.jagged(call)
+    elif row["form"].startswith("paged"):
+        call = calls.paged(call, int(row["form"].split()[1]), index)
+
+    plan = BeamDecodePlan(
+        pipeline=row["pipeline"], num_splits=row["num_splits"], block_m=16, block_n=16
+    )
+    out, lse = api.beam_decode_attn(
+        **{n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()},
+        return_lse=True,
+        plan=plan,
+    )
+    call["softmax_scale"] = float(call["softmax_scale"])
+    want_out, want_lse = calls.expected(call)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    finite = np.isfinite(want_lse)
+    np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=0, atol=KERNEL_LSE)
+    assert relative_frobenius(out, want_out) <= KERNEL_OUT[jnp.dtype(row["dtype"])]
