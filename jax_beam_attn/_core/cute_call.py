@@ -15,9 +15,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cutlass.jax
 import jax
+import jax.numpy as jnp
 from cutlass.jax import compile as cutlass_compile
+from cutlass.jax import ffi as cutlass_ffi
+from cutlass.jax.types import TensorSpec
 
 from jax_beam_attn._core.target import GpuTarget
 
@@ -30,7 +32,7 @@ def cute_call(
     target: GpuTarget,
     static_dims: Sequence[int] | None = None,
     **constants: Any,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Calls `launcher(stream, *arrays, *outputs, **constants)`.
 
     Args:
@@ -53,12 +55,12 @@ def cute_call(
     compiled = _compile(
         launcher, signature, len(arrays), target.arch, tuple(sorted(constants.items()))
     )
-    version = cutlass.jax.get_cutlass_call_ffi_version()
+    version = cutlass_ffi.get_cutlass_call_ffi_version()
     call = jax.ffi.ffi_call(
-        cutlass.jax.get_cutlass_call_ffi_name(allow_cuda_graph=True, version=version),
+        cutlass_ffi.get_cutlass_call_ffi_name(allow_cuda_graph=True, version=version),
         result_shape_dtypes=list(outputs),
     )
-    return call(*arrays, module=compiled.module, key=compiled.fingerprint)
+    return tuple(call(*arrays, module=compiled.module, key=compiled.fingerprint))
 
 
 def _canonical_shape(shape: tuple[int, ...], static: int) -> tuple[int, ...]:
@@ -73,13 +75,13 @@ def _load_runtime() -> None:
 
     Without the symbols, kernels with shared memory do not compile on a host without a GPU.
     """
-    library = cutlass.jax.find_cute_dsl_runtime_library()
+    library = cutlass_ffi.find_cute_dsl_runtime_library()
     if library is None:
         raise RuntimeError(
             "libcute_dsl_runtime.so not found: reinstall jax-beam-attn[gpu] (nvidia-cutlass-dsl)"
         )
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    cutlass.jax.register_ffi()
+    cutlass_ffi.register_ffi()
 
 
 # Cached here as well as in cutlass: its key holds the whole process environment, ours what the
@@ -89,29 +91,25 @@ def _compile(launcher, signature, num_inputs, arch, constants):
     _load_runtime()
 
     specs = tuple(
-        cutlass.jax.TensorSpec(
+        TensorSpec(
             layout=tuple(reversed(range(len(shape)))),
             mode=tuple(range(len(shape))),
             divisibility=shape,
         )
         for shape, _, _ in signature
     )
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in signature]
-    # Only the structure of these is used: cutlass asks for arrays where it takes shapes.
-    inputs, outputs = structs[:num_inputs], structs[num_inputs:]
-    in_args = tuple(
-        cutlass_compile.Arg(i, s.shape, s.dtype, spec)
-        for i, (s, spec) in enumerate(zip(inputs, specs[:num_inputs], strict=True))
-    )
-    out_args = tuple(
-        cutlass_compile.Arg(i, s.shape, s.dtype, spec)
-        for i, (s, spec) in enumerate(zip(outputs, specs[num_inputs:], strict=True))
-    )
+    arguments = [
+        (shape, jnp.dtype(dtype), spec)
+        for (shape, dtype, _), spec in zip(signature, specs, strict=True)
+    ]
+    # Inputs and outputs are numbered apart.
+    inputs = tuple(cutlass_compile.Arg(i, *a) for i, a in enumerate(arguments[:num_inputs]))
+    outputs = tuple(cutlass_compile.Arg(i, *a) for i, a in enumerate(arguments[num_inputs:]))
     spec = cutlass_compile.FunctionSpec(
-        in_args=in_args,
-        input_tree=jax.tree.structure(tuple(inputs)),
-        out_args=out_args,
-        output_tree=jax.tree.structure(tuple(outputs)),
+        in_args=inputs,
+        input_tree=jax.tree.structure(tuple(range(num_inputs))),
+        out_args=outputs,
+        output_tree=jax.tree.structure(tuple(range(len(outputs)))),
         input_output_aliases=(),
         input_spec=specs[:num_inputs],
         output_spec=specs[num_inputs:],

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -20,7 +21,9 @@ def make_primitive(name: str) -> Primitive:
     """A multi-result primitive that can be called eagerly and learns its devices when lowered."""
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *args, **params: _dispatch.apply_primitive(primitive, *args, **params))
+    primitive.def_impl(
+        lambda *args, **params: _dispatch.apply_primitive(primitive, *args, **params)
+    )
     # Without this the lowering context does not say which devices the program is for, and a
     # second, different GPU would get kernels chosen for the first.
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -36,20 +39,20 @@ def unify_varying_axes(args: Sequence[jax.Array]) -> list[jax.Array]:
     return list(_core.auto_insert_reshard(*args))
 
 
-def check_varying_axes(name: str, avals: Sequence[jax.core.ShapedArray]) -> None:
+def check_varying_axes(name: str, avals: Sequence[ShapedArray]) -> None:
     """Raises where `unify_varying_axes` was switched off and the axes differ."""
     _core.standard_vma_rule(name, *avals)
 
 
-def update_aval(like: jax.core.ShapedArray, shape: tuple[int, ...], dtype: Any) -> Any:
+def update_aval(like: ShapedArray, shape: tuple[int, ...], dtype: Any) -> Any:
     """An aval of another shape that keeps the manual axes and the mesh of `like`."""
     sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def plain_aval(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
+def plain_aval(aval: Any) -> ShapedArray:
     """The aval without sharding and manual axes, as kernels see it."""
-    return jax.core.ShapedArray(aval.shape, aval.dtype)
+    return ShapedArray(aval.shape, aval.dtype)
 
 
 def lower_function(ctx: mlir.LoweringRuleContext, function: Any, args: Sequence[Any]) -> Any:
@@ -62,6 +65,6 @@ def lower_function(ctx: mlir.LoweringRuleContext, function: Any, args: Sequence[
     return mlir.lower_fun(function, multiple_results=True)(ctx, *args)
 
 
-def lowering_devices(ctx: mlir.LoweringRuleContext) -> tuple[jax.Device, ...]:
+def lowering_devices(ctx: mlir.LoweringRuleContext) -> tuple[Any, ...]:
     """The devices a program is being lowered for; empty when it is exported for an absent one."""
     return tuple(getattr(ctx.module_context.axis_context, "device_assignment", None) or ())

@@ -4,7 +4,13 @@ The same mathematics as `merge.py`. Parts lie in slots; sample b owns the slots 
 first_slot[b] to first_slot[b + 1], or an equal number each.
 """
 
+# The device code is Triton's language, which type checkers take for Python.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +32,9 @@ def merge_slots(
     dtype: jnp.dtype,
     target: GpuTarget,
     first_slot: jax.Array | None = None,
-    extra: tuple[jax.Array, jax.Array] | None = None,
+    extra: Sequence[jax.Array] | None = None,
     sink: jax.Array | None = None,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Merges each sample's slots.
 
     Args:

@@ -213,18 +213,14 @@ class Operator:
             elif implementation is not None:
                 raise ValueError(f"{self.name}: implementation={implementation!r} {_NO_TARGET}")
             else:
-                warnings.warn(f"{self.name}: the reference is used; a kernel {_NO_TARGET}")
+                warnings.warn(
+                    f"{self.name}: the reference is used; a kernel {_NO_TARGET}", stacklevel=2
+                )
         return jax_compat.lower_function(ctx, run, args)
 
     def _batch(self, args, dims, *, names, static, **params):
-        mapped = frozenset(
-            name for name, dim in zip(names, dims, strict=True) if dim is not None
-        )
-        size = next(
-            arg.shape[dim]
-            for arg, dim in zip(args, dims, strict=True)
-            if dim is not None
-        )
+        mapped = frozenset(name for name, dim in zip(names, dims, strict=True) if dim is not None)
+        size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
         operands = {
             name: jnp.moveaxis(arg, dim, 0) if name in mapped else arg
             for name, arg, dim in zip(names, args, dims, strict=True)

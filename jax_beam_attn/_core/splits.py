@@ -9,7 +9,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 def num_splits_heuristic(
     total_mblocks: int,
-    num_SMs: int,  # noqa: N803 - the source systems' name
+    num_SMs: int,  # the source systems' name
     num_n_blocks: int,
     num_m_blocks: int,
     size_one_kv_head: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -95,7 +96,7 @@ def given_target() -> GpuTarget | None:
     return _given_target.value
 
 
-def device_target(device: jax.Device) -> GpuTarget:
+def device_target(device: Any) -> GpuTarget:
     """The target that describes a CUDA device, known to the table or not."""
     kind = device.device_kind.lower()
     major, minor = device.compute_capability.split(".")

@@ -28,14 +28,14 @@ def triton_call(
     numbers: tuple[Any, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
-    grid: tuple[int, ...],
+    grid: tuple[int] | tuple[int, int] | tuple[int, int, int],
     target: GpuTarget,
     cost: Mapping[str, int] | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
     blocks_per_sm: int = 1,
     **constants: Any,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Calls `kernel(*arrays, numbers, *outputs, **constants)`.
 
     Args:
@@ -65,18 +65,21 @@ def triton_call(
     if blocks_per_sm > 1:
         registers = _REGISTERS_PER_SM // (32 * num_warps * blocks_per_sm)
         options["maxnreg"] = min(registers // 8 * 8, _MAX_REGISTERS)
-    return jax_triton.triton_call(
-        *arrays,
-        numbers,
-        kernel=kernel,
-        out_type=list(outputs),
-        grid=grid,
-        compute_capability=capability,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        backend_options=options,
-        cost_estimate=None if cost is None else dict(cost),
-        **constants,
+    call: Any = jax_triton.triton_call  # its annotations leave out tuples of numbers
+    return tuple(
+        call(
+            *arrays,
+            numbers,
+            kernel=kernel,
+            out_type=list(outputs),
+            grid=grid,
+            compute_capability=capability,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            backend_options=options,
+            cost_estimate=None if cost is None else dict(cost),
+            **constants,
+        )
     )
 
 

@@ -7,6 +7,10 @@ sample's context. Slots are dealt to samples by their lengths, so that ragged ba
 than their tokens. With more than one chunk a sample, the parts are merged by a second kernel.
 """
 
+# The device code is Triton's language, which type checkers take for Python.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import jax

@@ -174,9 +174,7 @@ def triton_unsupported(operands, call) -> str | None:
     )
 
 
-def _shared_bytes(
-    block_m: int, block_n: int, num_stages: int, head_dim: int, itemsize: int
-) -> int:
+def _shared_bytes(block_m: int, block_n: int, num_stages: int, head_dim: int, itemsize: int) -> int:
     """The query tile, the K and V tiles of every stage, and barriers."""
     block_d = max(16, 1 << (head_dim - 1).bit_length())
     return (block_m + 2 * num_stages * block_n) * block_d * itemsize + 1024

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def row_sum_kernel(x, length, numbers, out, FACTOR: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def row_sum_kernel(x, length, numbers, out, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = numbers[0]
     end = tl.minimum(tl.load(length + row), columns)

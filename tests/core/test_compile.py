@@ -51,7 +51,9 @@ def test_ptx_is_accepted_by_the_assembler(gpu, tmp_path):
 @pytest.mark.parametrize("gpu", ["h200", "b200"])
 def test_cute_compiles_and_exports(gpu):
     exported = _export(gpu, "cute")
-    assert "CuteDSLRT_NvJaxCutlassCall" in jax.export.deserialize(exported.serialize()).mlir_module()
+    assert (
+        "CuteDSLRT_NvJaxCutlassCall" in jax.export.deserialize(exported.serialize()).mlir_module()
+    )
     assert len(exported.serialize()) > 10_000  # the object code is inside
 
 

@@ -76,7 +76,9 @@ def test_empty_sizes():
 def test_shard_map(axis_type, jit):
     x, length = _inputs()
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    x_sharded, length_sharded = (jax.device_put(a, NamedSharding(mesh, P("x"))) for a in (x, length))
+    x_sharded, length_sharded = (
+        jax.device_put(a, NamedSharding(mesh, P("x"))) for a in (x, length)
+    )
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(row_sum, in_specs=(P("x"), P("x")), out_specs=P("x"))
         _check((jax.jit(mapped) if jit else mapped)(x_sharded, length_sharded), x, length)

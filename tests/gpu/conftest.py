@@ -1,8 +1,7 @@
 """Without a GPU there is nothing to run here."""
 
-import pytest
-
 import jax
+import pytest
 
 
 def pytest_collection_modifyitems(items):

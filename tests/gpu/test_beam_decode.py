@@ -111,9 +111,7 @@ def run(call, implementation, plan=None, repeat=1):
 
 
 def reference(call):
-    exact = {
-        n: x.astype(np.float32) if n in (*calls.CACHES, "q") else x for n, x in call.items()
-    }
+    exact = {n: x.astype(np.float32) if n in (*calls.CACHES, "q") else x for n, x in call.items()}
     return run(exact, "reference")
 
 

@@ -32,24 +32,18 @@ PARAMETERS = {
 ROWS = [row for row in covering_rows(PARAMETERS, at_least=64) if row["context"] or row["steps"]]
 
 
-@pytest.fixture(autouse=True)
-def lowered_directly(monkeypatch):
-    """Calls the kernels on concrete arrays, in the place of the primitive."""
+@pytest.mark.parametrize("index", range(len(ROWS)))
+def test_against_the_oracle(index, monkeypatch):
+    row = ROWS[index]
 
-    def call(operands, static, *, implementation, plan):
+    def run_kernels(operands, static, *, implementation, plan):
+        """Takes the primitive's place and calls the kernels on concrete arrays."""
         from jax_beam_attn.beam_decode import kernel_triton
 
         operands = {name: array for name, array in operands.items() if array is not None}
-        return kernel_triton.run(operands, Call(static, plan, TARGETS[call.gpu], {}))
+        return kernel_triton.run(operands, Call(static, plan, TARGETS[row["gpu"]], {}))
 
-    monkeypatch.setattr(api, "beam_decode", call)
-    return call
-
-
-@pytest.mark.parametrize("index", range(len(ROWS)))
-def test_against_the_oracle(index, lowered_directly):
-    row = ROWS[index]
-    lowered_directly.gpu = row["gpu"]
+    monkeypatch.setattr(api, "beam_decode", run_kernels)
     rng = np.random.default_rng(index)
     heads = 2 * row["group"]
     shape = calls.Shape(
