@@ -38,16 +38,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("no GPU here: the rows are measured on one; --quick runs tiny ones anywhere")
 
     stamp = make_stamp(options.commit)
-    rows, failures = measure(
-        suite,
-        [shapes[each] for each in ids],
-        names,
-        options.l2 or suite.l2,
-        timing.QUICK if options.quick else timing.Settings(),
-        stamp,
-    )
     path = options.out or (None if options.quick else results.default_path(stamp.gpu))
-    stored = results.merge(path, stamp.gpu, rows) if path else []
+    rows, failures, stored = [], [], []
+    for each in ids:
+        measured, failed = measure(
+            suite,
+            shapes[each],
+            names,
+            options.l2 or suite.l2,
+            timing.QUICK if options.quick else timing.Settings(),
+            stamp,
+        )
+        rows += measured
+        failures += failed
+        if path:  # at once: a run that is cut short keeps what it has measured
+            stored = results.merge(path, stamp.gpu, measured)
     for failure in failures:
         print(f"FAILED {failure}")
     print(f"{stamp.gpu}, commit {stamp.commit}, {stamp.date}; times in us")

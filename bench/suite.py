@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,13 +53,13 @@ class Suite:
 
 def measure(
     suite: Suite,
-    shapes: Iterable[Any],
+    shape: Any,
     names: Sequence[str],
     l2: L2State,
     settings: Settings,
     stamp: Stamp,
 ) -> tuple[list[Row], list[str]]:
-    """Measures implementations on shapes, and checks what they computed while being measured.
+    """Measures implementations on a shape, and checks what they computed while being measured.
 
     What an implementation does not serve is printed and left out. A row under another state of
     the L2 cache than the suite's own has an id of its own.
@@ -68,46 +68,46 @@ def measure(
         The rows, and one line for each failure: an error, or a wrong result.
     """
     rows, failures = [], []
-    for shape in shapes:
-        row_id = shape.id if l2 == suite.l2 else f"{shape.id}-{l2}"
-        inputs = jax.block_until_ready(suite.make_inputs(shape))
-        expected = suite.reference(inputs)
-        for name in names:
-            implementation = suite.implementations[name]
-            print(f"{row_id} {name}", flush=True)
-            try:
-                timing, outputs = time_call(
-                    implementation.run, inputs, l2=l2, nbytes=shape.nbytes, settings=settings
-                )
-            except (NotImplementedError, ValueError) as reason:
-                print(f"  skipped: {reason}")
-                continue
-            except Exception as error:  # one row must not take the others with it
-                traceback.print_exc()
-                failures.append(f"{row_id} {name}: {type(error).__name__}")
-                continue
-            for doubt in timing.doubts:
-                print(f"  doubtful: {doubt}")
-            row = Row(
-                id=row_id,
-                implementation=name,
-                us=timing.us,
-                us_p10=timing.us_p10,
-                us_p90=timing.us_p90,
-                us_min=timing.us_min,
-                error=_worst_error(outputs, expected),
-                tolerance=implementation.tolerance,
-                l2=timing.l2,
-                calls=timing.calls,
-                samples=timing.samples,
-                floor_us=shape.floor.us,
-                commit=stamp.commit,
-                date=stamp.date,
-                versions=stamp.versions,
+    row_id = shape.id if l2 == suite.l2 else f"{shape.id}-{l2}"
+    inputs = jax.block_until_ready(suite.make_inputs(shape))
+    expected = suite.reference(inputs)
+    for name in names:
+        implementation = suite.implementations[name]
+        print(f"{row_id} {name}", flush=True)
+        try:
+            timing, outputs = time_call(
+                implementation.run, inputs, l2=l2, nbytes=shape.nbytes, settings=settings
             )
-            rows.append(row)
-            if not row.correct:
-                failures.append(f"{row_id} {name}: error {row.error:.1e} > {row.tolerance:.1e}")
+        except (NotImplementedError, ValueError) as reason:
+            print(f"  skipped: {reason}")
+            continue
+        except Exception as error:  # one row must not take the others with it
+            traceback.print_exc()
+            failures.append(f"{row_id} {name}: {type(error).__name__}")
+            continue
+        print(f"  {timing.us:.1f} us", flush=True)
+        for doubt in timing.doubts:
+            print(f"  doubtful: {doubt}")
+        row = Row(
+            id=row_id,
+            implementation=name,
+            us=timing.us,
+            us_p10=timing.us_p10,
+            us_p90=timing.us_p90,
+            us_min=timing.us_min,
+            error=_worst_error(outputs, expected),
+            tolerance=implementation.tolerance,
+            l2=timing.l2,
+            calls=timing.calls,
+            samples=timing.samples,
+            floor_us=shape.floor.us,
+            commit=stamp.commit,
+            date=stamp.date,
+            versions=stamp.versions,
+        )
+        rows.append(row)
+        if not row.correct:
+            failures.append(f"{row_id} {name}: error {row.error:.1e} > {row.tolerance:.1e}")
     return rows, failures
 
 

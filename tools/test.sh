@@ -13,6 +13,14 @@ step() {
   echo "($(($(date +%s) - start)) s)"
 }
 
+# The output and status of a suite in the background, once it has ended.
+result() {
+  wait "$1"
+  status=$?
+  cat "$2"
+  return $status
+}
+
 finish() {
   printf '\n== Steps ==\n%d passed, %d failed\n' "$passed" "$failed"
   exit $((failed > 0))
@@ -22,6 +30,7 @@ step "Set up: oldest supported JAX" tools/venv.sh $oldest test 'jax==0.11.2' 'ja
 step "Set up: newest JAX" tools/venv.sh $newest test
 [ $failed = 0 ] || finish
 
+mkdir -p build
 step "Native code, CPU and CUDA" tools/native.sh $oldest
 # Missing native code is a failure from here on, not a reason to skip.
 export JAX_BEAM_ATTN_REQUIRE_NATIVE=1
@@ -29,6 +38,13 @@ export JAX_BEAM_ATTN_REQUIRE_NATIVE=1
 step "Lint" $oldest/bin/ruff check
 step "Format" $oldest/bin/ruff format --check
 step "Types" $oldest/bin/pyright --pythonpath $oldest/bin/python
-step "Tests: oldest supported JAX" $oldest/bin/python -m pytest -q
-step "Tests: newest JAX" $newest/bin/python -m pytest -q
+
+# Side by side, because one suite does not keep two cores busy; each prints when it has ended.
+$oldest/bin/python -m pytest -q >build/tests-oldest.log 2>&1 &
+oldest_suite=$!
+$newest/bin/python -m pytest -q >build/tests-newest.log 2>&1 &
+newest_suite=$!
+trap 'kill $oldest_suite $newest_suite; exit 1' INT TERM
+step "Tests: oldest supported JAX" result $oldest_suite build/tests-oldest.log
+step "Tests: newest JAX" result $newest_suite build/tests-newest.log
 finish

@@ -39,13 +39,13 @@ class BeamDecodePlan:
 
     def __post_init__(self):
         checks.one_of("plan.pipeline", self.pipeline, (None, "fused", "3kernel"))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "pipeline" and value is not None:
+                checks.at_least_one(f"plan.{field.name}", value)
         for name, smallest in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
             allowed = [size for size in _POWERS_OF_TWO if size >= smallest]
             checks.one_of(f"plan.{name}", getattr(self, name), (None, *allowed))
-        for name in ("num_splits", "num_stages", "blocks_per_sm"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"plan.{name}: got {value}, expected >= 1 or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +87,15 @@ class TritonPlan:
         )
 
 
-# (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm), measured on an H200 at
-# D = 128: the first entry that holds all of a KV head's queries, else the last.
+# (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm), measured on an H200: the
+# first entry that holds all of a KV head's queries, else the last.
 _TILES = (
     (16, 16, 64, 4, 3, 2),
     (32, 32, 64, 4, 3, 2),
     (64, 64, 64, 4, 3, 2),
-    (128, 128, 64, 8, 2, 2),
 )
+# At D <= 64 two blocks of 128 queries fit an SM, each with K and V tiles half the size.
+_TILES_OF_SMALL_HEADS = (*_TILES, (128, 128, 64, 8, 2, 2))
 
 
 def resolve_triton(operands, call) -> TritonPlan:
@@ -112,7 +113,8 @@ def resolve_triton(operands, call) -> TritonPlan:
     # What a tile costs in registers and shared memory, in units of 128 elements of 16 bits.
     weight = -(-head_dim // 128) * q.dtype.itemsize // 2
 
-    tiles = [t for t in _TILES if t[0] * weight <= 128] or [_TILES[0]]
+    table = _TILES_OF_SMALL_HEADS if head_dim * q.dtype.itemsize <= 128 else _TILES
+    tiles = [t for t in table if t[0] * weight <= 128] or [_TILES[0]]
     limit = given.block_m or rows
     _, block_m, block_n, num_warps, num_stages, blocks_per_sm = next(
         (t for t in tiles if limit <= t[0]), tiles[-1]

@@ -157,6 +157,10 @@ def test_traced_numbers_cannot_be_static_ones():
         ({"num_splits": 2.5}, TypeError, "plan.num_splits: got float, expected an integer"),
         ({"num_splits": "4"}, TypeError, "plan.num_splits: got str, expected an integer"),
         ({"num_splits": True}, TypeError, "plan.num_splits: got bool, expected an integer"),
+        ({"num_stages": 0}, ValueError, "plan.num_stages: got 0, expected >= 1"),
+        ({"block_m": 64.0}, TypeError, "plan.block_m: got float, expected an integer"),
+        ({"block_n": 48}, ValueError, "plan.block_n: got 48, expected one of [None, 16, 32"),
+        ({"num_warps": 3}, ValueError, "plan.num_warps: got 3, expected one of [None, 1, 2"),
     ],
 )
 def test_plan(fields, error, message):

@@ -74,7 +74,7 @@ def test_rows_failures_and_skips(capsys):
         implementations={name: Implementation(run, 1e-2) for name, run in runs.items()},
     )
     shape = shapes.BEAM_QUICK[0]
-    rows, failures = measure(suite, [shape], list(runs), "warm", timing.QUICK, STAMP)
+    rows, failures = measure(suite, shape, list(runs), "warm", timing.QUICK, STAMP)
     assert [(row.implementation, row.correct) for row in rows] == [
         ("right", True),
         ("wrong", False),
