@@ -6,15 +6,26 @@ from jax_beam_attn._core.splits import num_splits_heuristic
 from jax_beam_attn._core.target import GpuTarget, gpu_target
 from jax_beam_attn.beam_decode.api import beam_decode_attn
 from jax_beam_attn.beam_decode.plan import BeamDecodePlan
+from jax_beam_attn.sparse_mla.api import sparse_mla_decode
+from jax_beam_attn.sparse_mla.cache import append_mla_cache, pack_mla_cache, unpack_mla_cache
+from jax_beam_attn.sparse_mla.plan import SparseMlaPlan
+from jax_beam_attn.sparse_mla.schedule import MlaSchedule, mla_schedule
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BeamDecodePlan",
     "GpuTarget",
+    "MlaSchedule",
+    "SparseMlaPlan",
+    "append_mla_cache",
     "beam_decode_attn",
     "export_disabled_checks",
     "gpu_target",
     "merge_splits",
+    "mla_schedule",
     "num_splits_heuristic",
+    "pack_mla_cache",
+    "sparse_mla_decode",
+    "unpack_mla_cache",
 ]

@@ -34,18 +34,22 @@ class Tolerance:
 # exp and log, times the size of the logits (tens).
 _LSE = 1e-5
 
+# What a sink takes almost everything from: its share of less than 2**-126 is flushed to zero, and
+# with it a value of at most a few tens.
+_SUBNORMAL = 2.0**-120
+
 TOLERANCES = {
     # Float32 rounding of sums of a few thousand terms, and some cancellation between values.
-    jnp.dtype(jnp.float32): Tolerance(out=1e-5, out_floor=2.0**-126, lse=_LSE),
+    jnp.dtype(jnp.float32): Tolerance(out=1e-5, out_floor=_SUBNORMAL, lse=_LSE),
     # The output is rounded once, by at most half a step of 2**-7: 2**-8 of its size in the worst
     # case. Float32's error is far below that.
-    jnp.dtype(jnp.bfloat16): Tolerance(out=2.0**-8, out_floor=2.0**-126, lse=_LSE),
+    jnp.dtype(jnp.bfloat16): Tolerance(out=2.0**-8, out_floor=_SUBNORMAL, lse=_LSE),
     # Likewise with steps of 2**-10; fp16 alone has subnormals in sight, in steps of 2**-24.
     jnp.dtype(jnp.float16): Tolerance(out=2.0**-11 + 1e-5, out_floor=2.0**-24, lse=_LSE),
 }
 
 # The same float32 mathematics summed in another order (vmap or a loop, split or one pass).
-REORDERED = Tolerance(out=5e-6, out_floor=2.0**-126, lse=5e-6)
+REORDERED = Tolerance(out=5e-6, out_floor=_SUBNORMAL, lse=5e-6)
 
 # Rounding of a logit relative to its size: one float32 step for each of scale, products and sum.
 LARGE_LOGIT_ROUNDING = 2.0**-20

@@ -6,10 +6,11 @@ oldest=.venv-oldest newest=.venv-newest
 passed=0 failed=0
 
 step() {
-  printf '\n== %s ==\n' "$1"
+  title=$1
   shift
+  printf '\n== %s ==\n' "$title"
   start=$(date +%s)
-  if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)) && echo "FAILED: $*"; fi
+  if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)) && echo "FAILED: $title"; fi
   echo "($(($(date +%s) - start)) s)"
 }
 

@@ -101,10 +101,19 @@ def positive(name: str, value: Any) -> float:
 
 def at_least_one(name: str, value: Any) -> None:
     """Requires a Python integer >= 1."""
+    _at_least(1, name, value)
+
+
+def at_least_zero(name: str, value: Any) -> None:
+    """Requires a Python integer >= 0."""
+    _at_least(0, name, value)
+
+
+def _at_least(smallest: int, name: str, value: Any) -> None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
-    if value < 1:
-        raise ValueError(f"{name}: got {value}, expected >= 1")
+    if value < smallest:
+        raise ValueError(f"{name}: got {value}, expected >= {smallest}")
 
 
 def multiple_of(name: str, count: int, other_name: str, divisor: int) -> None:

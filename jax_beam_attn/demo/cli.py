@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jax_beam_attn.demo.errors import DemoError, VerificationError
 
-_TREE_SUFFIXES = (".svg", ".png")
+TREE_SUFFIXES = (".svg", ".png")
 _DEFAULT_PROMPT = "The most surprising thing about the deep sea is"
 
 
@@ -85,7 +85,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     needed = ["gguf", "tokenizers", "tqdm"]
     if args.tree is not None:
         needed.append("matplotlib")
-        if args.tree.suffix not in _TREE_SUFFIXES:
+        if args.tree.suffix not in TREE_SUFFIXES:
             raise DemoError(f"--tree: got {args.tree}, expected a name in .svg or .png")
         if not args.tree.parent.is_dir():
             raise DemoError(f"--tree: there is no folder {args.tree.parent}")

@@ -4,9 +4,9 @@ The layers are unrolled, and every layer has parameters and caches of its own. A
 stacked layers would compile faster, but each step of it slices its layer out of the stack, and a
 custom call needs that slice as a buffer: one copy of the KV cache per layer and decode step.
 
-Only what is stored (weights, KV caches) and what the attention operator reads is in the model's
-dtype. Between those, activations are float32, because the rounding of a bf16 residual stream
-alone moves the log-probability of a 32-token sentence by some tenths.
+Only what is stored (weights, KV caches) and what goes through the attention operator is in the
+model's dtype. Everything between is float32, so that a narrow dtype costs no more accuracy than the
+storage saves.
 """
 
 from __future__ import annotations

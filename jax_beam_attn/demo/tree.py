@@ -28,8 +28,6 @@ from matplotlib.text import Text
 from jax_beam_attn.demo.beam_search import SearchResult
 from jax_beam_attn.demo.hypotheses import Hypothesis
 
-SUFFIXES = (".svg", ".png")
-
 # All lengths are in points: one unit of the axes is one point, the unit of font sizes.
 _FONT = "DejaVu Sans Mono"  # comes with matplotlib
 _ASPECT = 0.602  # of its characters, width to font size
@@ -38,6 +36,11 @@ _BOX_HEIGHT, _BOX_PADDING = 23.0, 5.0
 _ROW_PITCH, _COLUMN_GAP = 31.0, 22.0
 _MARGIN, _LABEL_WIDTH, _HEADER, _PANEL_GAP = 20.0, 66.0, 62.0, 26.0
 _PANEL_WIDTH = 1250.0
+_HEADING_SIZE, _LEGEND_SIZE = 11.0, 7.5
+_LEGEND = (
+    "A box: token and log-probability so far. Dark: the best hypothesis. "
+    "Light: the others returned. Grey: pruned. At the end: rank and score."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,7 @@ def draw_tree(
     """Draws one sample's beam search into an SVG or PNG file, as the suffix says.
 
     Args:
-        path: The file, with one of `SUFFIXES`.
+        path: The file, which ends in .svg or .png.
         result: The search, with all live beams of all steps.
         sample: Which sample of the batch.
         hypotheses: What was returned, best first, at least one.
@@ -91,19 +94,16 @@ def draw_tree(
     panels = _split_into_panels(columns)
     # Where each panel begins, and where the last one ends.
     tops = list(itertools.accumulate(map(_panel_height, panels), initial=_HEADER))
-    width = 2 * _MARGIN + max(sum(map(_column_width, panel)) for panel in panels) + _LABEL_WIDTH
+    panel_width = max(sum(map(_column_width, panel)) for panel in panels) + _LABEL_WIDTH
+    width = 2 * _MARGIN + max(panel_width, _ASPECT * _LEGEND_SIZE * len(_LEGEND))
     height = tops[-1]
 
     figure = Figure(figsize=(width / 72, height / 72), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
-    heading = _shorten(_printable(prompt), int((width - 2 * _MARGIN) / (_ASPECT * 11)))
-    _write(axes, _MARGIN, 20, heading, 11, _RETURNED.text)
-    legend = (
-        "A box: token and log-probability so far. Dark: the best hypothesis. "
-        "Light: the others returned. Grey: pruned. At the end: rank and score."
-    )
-    _write(axes, _MARGIN, 38, legend, 7.5, "#777777")
+    heading = _shorten(_printable(prompt), int((width - 2 * _MARGIN) / (_ASPECT * _HEADING_SIZE)))
+    _write(axes, _MARGIN, 20, heading, _HEADING_SIZE, _RETURNED.text)
+    _write(axes, _MARGIN, 38, _LEGEND, _LEGEND_SIZE, "#777777")
     next_columns = [*(panel[0] for panel in panels[1:]), []]
     for panel, next_column, top in zip(panels, next_columns, tops, strict=False):
         _draw_panel(axes, panel, next_column, top)
@@ -274,7 +274,7 @@ def _write(
         text,
         size=size,
         color=color,
-        family=_FONT,
+        family=[_FONT, "monospace"],  # an SVG viewer may have another one only
         ha=align,
         va="center_baseline",
         parse_math=False,

@@ -22,9 +22,11 @@ TOLERANCES = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 6e-2}
 def limit(num_tokens: int, dtype: str) -> float:
     """How far the log-probability of a hypothesis may be from the recomputed one.
 
-    It is the dtype's tolerance times the square root of the number of tokens: the search's keys,
-    values and queries are rounded to the dtype, the recomputation's are not, and the resulting
-    errors of the tokens are about independent, so that their sum grows like a random walk.
+    It is the dtype's tolerance times the square root of the number of tokens. The search rounds
+    queries, keys and values to the dtype and the recomputation does not; the resulting errors of
+    the tokens are about independent, so that their sum grows like a random walk. For eight prompts
+    with 8 beams and 32 tokens, the largest differences were 5e-5 in f32, 1.4e-2 in fp16 and 9e-2
+    in bf16: 0.5 %, 24 % and 27 % of the limit.
     """
     return TOLERANCES[dtype] * math.sqrt(num_tokens)
 

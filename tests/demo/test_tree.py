@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from jax_beam_attn.demo.beam_search import Finished, History, SearchResult
+from jax_beam_attn.demo.cli import TREE_SUFFIXES
 from jax_beam_attn.demo.hypotheses import read_hypotheses
 
 tree = pytest.importorskip("jax_beam_attn.demo.tree")
@@ -57,7 +58,7 @@ def test_no_two_boxes_share_a_place():
         assert len(rows) == len(set(rows))
 
 
-@pytest.mark.parametrize("suffix", tree.SUFFIXES)
+@pytest.mark.parametrize("suffix", TREE_SUFFIXES)
 def test_file(tmp_path, suffix):
     path = tmp_path / f"tree{suffix}"
     texts = {**TEXTS, 5: "\n", 4: " $\U0010ffff<&>"}  # no mathematics, no glyph, no markup

@@ -1,0 +1,337 @@
+"""The cache formats: byte layouts, packing, unpacking and appending.
+
+The FP8 formats are FlashMLA's, byte for byte. A cache is a sequence of blocks of `page_size`
+tokens; a token's slot is block * page_size + offset.
+
+- "v32", 656 bytes a token: 512 e4m3, four f32 scales (one per 128 of them), 64 bf16 (rope).
+- "model1", 584 bytes a token: a block holds first its tokens' 576 bytes (448 e4m3, 64 bf16), then
+  its tokens' scales, 8 bytes each: seven e8m0 (one per 64 e4m3) and a pad byte, written as 0.
+- "bf16": the key as it is, 576 or 512 wide.
+
+Inside this package an FP8 cache is uint8 [num_blocks, block_bytes]; bytes behind a block's tokens
+are padding, never read or written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_beam_attn._core import checks, folding
+from jax_beam_attn._core.operator import Operator, Output
+
+VALUE_DIM = 512  # the values are the first 512 dimensions of the key
+ROPE_DIM = 64
+_E4M3_MAX = 448.0
+_SMALLEST_AMAX = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaFormat:
+    """An FP8 cache format.
+
+    Attributes:
+        name: "v32" or "model1".
+        quantized_dim: Dimensions stored in e4m3; the rope follows them.
+        group: Dimensions that share a scale.
+        row_bytes: Bytes of a token in the block's first part.
+        scale_bytes: Bytes of a token in the block's second part; 0 if scales are in the row.
+        block_alignment: What a padded block's size is a multiple of.
+    """
+
+    name: str
+    quantized_dim: int
+    group: int
+    row_bytes: int
+    scale_bytes: int
+    block_alignment: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.quantized_dim + ROPE_DIM
+
+    @property
+    def token_bytes(self) -> int:
+        return self.row_bytes + self.scale_bytes
+
+    @property
+    def num_groups(self) -> int:
+        return self.quantized_dim // self.group
+
+
+V32 = MlaFormat("v32", 512, 128, 656, 0, 16)
+MODEL1 = MlaFormat("model1", 448, 64, 576, 8, 8)
+FORMATS = {each.name: each for each in (V32, MODEL1)}
+_BYTE_DTYPES = (jnp.uint8, jnp.int8, jnp.float8_e4m3fn)
+
+
+def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -> jax.Array:
+    """Quantises keys into a new cache.
+
+    Each group's scale is max(|x|, 1e-4) / 448, for model1 rounded up to a power of two (an exact
+    power stays); the rope is kept in bf16.
+
+    Args:
+        kv: [num_blocks, page_size, 1, Dqk], f32 or bf16; Dqk 576 (v32) or 512 (model1).
+        format: "v32" or "model1".
+        block_bytes: Size of a padded block, a multiple of 16 (v32) or 8 (model1); padding is 0.
+
+    Returns:
+        uint8 [num_blocks, page_size, 1, 656 or 584], or [num_blocks, block_bytes].
+
+    Raises:
+        ValueError: For a wrong format, shape or block size.
+        TypeError: For a wrong dtype.
+
+    Source: FlashMLA's FP8 KV cache.
+
+    Example:
+        >>> pack_mla_cache(jnp.ones((2, 64, 1, 576)), "v32").shape
+        (2, 64, 1, 656)
+    """
+    checks.one_of("format", format, tuple(FORMATS))
+    layout = FORMATS[format]
+    checks.dtype("kv", kv, (jnp.float32, jnp.bfloat16))
+    checks.shape("kv", kv, ("num_blocks", "page_size", 1, layout.head_dim))
+    num_blocks, page_size = kv.shape[:2]
+    rows, scales = quantize(kv.reshape(num_blocks, page_size, -1), layout)
+    blocks = jnp.concatenate([rows.reshape(num_blocks, -1), scales.reshape(num_blocks, -1)], axis=1)
+    if block_bytes is None:
+        return blocks.reshape(num_blocks, page_size, 1, layout.token_bytes)
+    _check_block_bytes(layout, page_size, block_bytes)
+    return jnp.pad(blocks, ((0, 0), (0, block_bytes - blocks.shape[1])))
+
+
+def unpack_mla_cache(cache: jax.Array, format: str, page_size: int | None = None) -> jax.Array:
+    """Dequantises a whole cache.
+
+    Args:
+        cache: One byte an element, [num_blocks, page_size, 1, 656 or 584], or padded blocks
+            [num_blocks, block_bytes].
+        format: "v32" or "model1".
+        page_size: Tokens of a padded block.
+
+    Returns:
+        f32 [num_blocks, page_size, 1, Dqk].
+
+    Raises:
+        ValueError: For a wrong format, shape or block size.
+        TypeError: For a wrong dtype.
+
+    Example:
+        >>> cache = pack_mla_cache(jnp.ones((2, 64, 1, 512)), "model1")
+        >>> bool((unpack_mla_cache(cache, "model1") == 1).all())
+        True
+    """
+    checks.one_of("format", format, tuple(FORMATS))
+    layout = FORMATS[format]
+    blocks, page_size = as_blocks("cache", cache, layout, page_size)
+    rows, scales = split_blocks(blocks, layout, page_size)
+    return dequantize(rows, scales, layout).reshape(*rows.shape[:2], 1, layout.head_dim)
+
+
+def append_mla_cache(
+    cache: jax.Array,
+    kv: jax.Array,
+    slot_mapping: jax.Array,
+    format: str,
+    page_size: int | None = None,
+) -> jax.Array:
+    """Quantises keys and writes them into their slots, as `pack_mla_cache` would.
+
+    In place when the cache is donated: `jax.jit(append_mla_cache, donate_argnums=0, ...)`.
+
+    Args:
+        cache: [num_blocks, page_size, 1, 656 or 584] or padded [num_blocks, block_bytes], one byte
+            an element; or bf16 [num_blocks, page_size, 1, Dqk].
+        kv: [N, Dqk], f32 or bf16.
+        slot_mapping: int [N]; a slot outside the cache, -1 say, writes nothing. Which of two equal
+            slots wins is not specified.
+        format: "v32", "model1" or "bf16".
+        page_size: Tokens of a padded block.
+
+    Returns:
+        The cache with the keys written, same shape and dtype.
+
+    Raises:
+        ValueError: For a wrong format, shape or block size; under vmap with mapped updates of one
+            shared cache.
+        TypeError: For a wrong dtype.
+        NotImplementedError: When differentiated.
+
+    Example:
+        >>> cache = jnp.zeros((2, 64, 1, 656), jnp.uint8)
+        >>> cache = append_mla_cache(cache, jnp.ones((1, 576)), jnp.array([70]), "v32")
+        >>> float(unpack_mla_cache(cache, "v32")[1, 6, 0, 0])
+        1.0
+    """
+    checks.one_of("format", format, (*FORMATS, "bf16"))
+    checks.dtype("kv", kv, (jnp.float32, jnp.bfloat16))
+    if format == "bf16":
+        blocks, page_size = as_tokens("cache", cache)
+        head_dim = blocks.shape[-1]
+    else:
+        blocks, page_size = as_blocks("cache", cache, FORMATS[format], page_size)
+        head_dim = FORMATS[format].head_dim
+    checks.shape("kv", kv, ("N", head_dim))
+    slots = checks.int32("slot_mapping", slot_mapping)
+    checks.shape("slot_mapping", slots, (kv.shape[0],))
+    (out,) = _append({"cache": blocks, "kv": kv, "slots": slots}, AppendStatic(format, page_size))
+    out = out.reshape(cache.shape)
+    return out if out.dtype == cache.dtype else jax.lax.bitcast_convert_type(out, cache.dtype)
+
+
+def as_blocks(
+    name: str, cache: jax.Array, layout: MlaFormat, page_size: int | None
+) -> tuple[jax.Array, int]:
+    """Any public form of an FP8 cache as (uint8 [num_blocks, block_bytes], page_size)."""
+    checks.dtype(name, cache, _BYTE_DTYPES)
+    if cache.dtype != jnp.uint8:
+        cache = jax.lax.bitcast_convert_type(cache, jnp.uint8)
+    if cache.ndim == 2:
+        if page_size is None:
+            raise ValueError(f"page_size: got None, expected an int: {name} has padded blocks")
+        _check_block_bytes(layout, page_size, cache.shape[1])
+        return cache, page_size
+    checks.shape(name, cache, ("num_blocks", "page_size", 1, layout.token_bytes))
+    if page_size not in (None, cache.shape[1]):
+        raise ValueError(f"page_size: got {page_size}, expected {cache.shape[1]}, as in {name}")
+    return cache.reshape(cache.shape[0], -1), cache.shape[1]
+
+
+def as_tokens(name: str, cache: jax.Array) -> tuple[jax.Array, int]:
+    """A bf16 cache as ([num_blocks, page_size, Dqk], page_size)."""
+    checks.dtype(name, cache, (jnp.bfloat16,))
+    checks.shape(name, cache, ("num_blocks", "page_size", 1, "Dqk"))
+    checks.one_of(f"{name}'s Dqk", cache.shape[3], (V32.head_dim, MODEL1.head_dim))
+    return cache.reshape(*cache.shape[:2], cache.shape[3]), cache.shape[1]
+
+
+def _check_block_bytes(layout: MlaFormat, page_size: int, block_bytes: int) -> None:
+    checks.at_least_one("page_size", page_size)
+    smallest = page_size * layout.token_bytes
+    if block_bytes % layout.block_alignment or block_bytes < smallest:
+        raise ValueError(
+            f"block_bytes: got {block_bytes}, expected a multiple of {layout.block_alignment}, at "
+            f"least {smallest} ({page_size} tokens of {layout.name})"
+        )
+
+
+def split_blocks(
+    blocks: jax.Array, layout: MlaFormat, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Blocks as rows uint8 [num_blocks, page_size, row_bytes] and scales [..., scale_bytes]."""
+    rows_end = page_size * layout.row_bytes
+    rows = blocks[:, :rows_end]
+    scales = blocks[:, rows_end : page_size * layout.token_bytes]
+    return (
+        rows.reshape(len(blocks), page_size, layout.row_bytes),
+        scales.reshape(len(blocks), page_size, layout.scale_bytes),
+    )
+
+
+def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
+    """Keys [..., Dqk] as rows uint8 [..., row_bytes] and scales uint8 [..., scale_bytes]."""
+    lead = kv.shape[:-1]
+    values = kv[..., : layout.quantized_dim].astype(jnp.float32)
+    values = values.reshape(*lead, layout.num_groups, layout.group)
+    amax = jnp.maximum(jnp.max(jnp.abs(values), axis=-1), _SMALLEST_AMAX)
+    scale = amax * jnp.float32(1 / _E4M3_MAX)
+    if layout is MODEL1:
+        bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+        exponent = (bits + 0x7FFFFF) >> 23  # rounded up unless the mantissa is 0
+        scale = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+        scales = jnp.pad(exponent.astype(jnp.uint8), [(0, 0)] * len(lead) + [(0, 1)])
+    scaled = jnp.clip(values / scale[..., None], -_E4M3_MAX, _E4M3_MAX)
+    codes = jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
+    rope = _bytes(kv[..., layout.quantized_dim :].astype(jnp.bfloat16))
+    parts = [codes.reshape(*lead, layout.quantized_dim), rope]
+    if layout is V32:
+        parts.insert(1, _bytes(scale))
+        scales = jnp.zeros((*lead, 0), jnp.uint8)
+    return jnp.concatenate(parts, axis=-1), scales
+
+
+def dequantize(rows: jax.Array, scales: jax.Array, layout: MlaFormat) -> jax.Array:
+    """Rows and scales, as `quantize` returns them, as f32 [..., Dqk]."""
+    lead = rows.shape[:-1]
+    codes = jax.lax.bitcast_convert_type(rows[..., : layout.quantized_dim], jnp.float8_e4m3fn)
+    values = codes.astype(jnp.float32).reshape(*lead, layout.num_groups, layout.group)
+    if layout is V32:
+        scale = _from_bytes(rows[..., 512:528], jnp.float32)
+        values = values * scale[..., None]
+    else:
+        # 2**(byte - 127) reaches below the normal numbers, so it is applied in two normal halves.
+        exponent = scales[..., : layout.num_groups].astype(jnp.int32) - 127
+        half = exponent >> 1
+        values = values * jnp.exp2(half.astype(jnp.float32))[..., None]
+        values = values * jnp.exp2((exponent - half).astype(jnp.float32))[..., None]
+        values = jnp.where((exponent == 128)[..., None], jnp.nan, values)
+    rope = _from_bytes(rows[..., -2 * ROPE_DIM :], jnp.bfloat16).astype(jnp.float32)
+    return jnp.concatenate([values.reshape(*lead, -1), rope], axis=-1)
+
+
+def _bytes(array: jax.Array) -> jax.Array:
+    """[..., n] as its little-endian bytes, uint8 [..., n * itemsize]."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(*array.shape[:-1], -1)
+
+
+def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
+    size = jnp.dtype(dtype).itemsize
+    return jax.lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, size), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendStatic:
+    """Static arguments of `append_mla_cache`."""
+
+    format: str
+    page_size: int
+
+
+def _append_reference(operands, static: AppendStatic):
+    cache, kv, slots = operands["cache"], operands["kv"], operands["slots"]
+    # A slot outside the cache goes to a block behind the last, which the scatter drops.
+    inside = (slots >= 0) & (slots < cache.shape[0] * static.page_size)
+    block = jnp.where(inside, slots // static.page_size, cache.shape[0])
+    offset = slots % static.page_size
+    if static.format == "bf16":
+        return (cache.at[block, offset].set(kv.astype(cache.dtype), mode="drop"),)
+    layout = FORMATS[static.format]
+    rows, scales = quantize(kv, layout)
+    row_byte = offset[:, None] * layout.row_bytes + jnp.arange(layout.row_bytes)
+    cache = cache.at[block[:, None], row_byte].set(rows, mode="drop")
+    if layout.scale_bytes:
+        first = static.page_size * layout.row_bytes
+        scale_byte = first + offset[:, None] * layout.scale_bytes + jnp.arange(layout.scale_bytes)
+        cache = cache.at[block[:, None], scale_byte].set(scales, mode="drop")
+    return (cache,)
+
+
+def _append_fold(size, operands, mapped, static):
+    if "cache" not in mapped:
+        raise ValueError(
+            "cache: got one cache for all calls of a vmap with mapped kv or slot_mapping, expected "
+            "a mapped cache: the calls would each write their own copy"
+        )
+    pool_size = operands["cache"].shape[1] * static.page_size
+    slots = folding.batched(operands["slots"], "slots" in mapped, size)
+    return {
+        "cache": folding.pool(operands["cache"], True),
+        "kv": folding.batched(operands["kv"], "kv" in mapped, size),
+        "slots": folding.shift_into_pool(slots, size, pool_size),
+    }, static
+
+
+_append = Operator(
+    "append_mla_cache",
+    reference=_append_reference,
+    outputs=lambda operands, static: (Output(operands["cache"].shape, operands["cache"].dtype),),
+    fold=_append_fold,
+    empty=lambda operands, static: False,
+    cost=lambda operands, static: {"flops": 0, "bytes_accessed": 0},
+    instead="plain jax.numpy indexing",
+)
