@@ -11,6 +11,8 @@ from jax_beam_attn._core import native
 from jax_beam_attn._core.operator import REFERENCE
 from jax_beam_attn._core.target import device_target
 from jax_beam_attn.beam_decode.op import beam_decode
+from jax_beam_attn.sparse_mla.cache import append
+from jax_beam_attn.sparse_mla.op import sparse_mla
 
 _PACKAGES = (
     "jax-beam-attn",
@@ -21,7 +23,7 @@ _PACKAGES = (
     "triton",
     "nvidia-cutlass-dsl",
 )
-_OPERATORS = (beam_decode,)
+_OPERATORS = (beam_decode, sparse_mla, append)
 
 
 def main() -> None:

@@ -98,3 +98,34 @@ KERNEL_OUT = {
     jnp.dtype(jnp.float16): 5e-4,
 }
 KERNEL_LSE = 1e-3
+
+
+# Sparse MLA decode against the float64 oracle. Its inputs are dequantised exactly, its output is
+# bf16; kernels round weights, and a scaled key, to bf16 too. An element of a sum of a hundred such
+# products may be off by two bf16 steps (2 * 2**-7 of its size; 2.01 for float32's part in it), one
+# that cancels to nearly nothing by 1e-3 of the keys' size 1. The cosine holds them together: single
+# elements may be off, all of them in one direction may not. FlashMLA's tests have the same limits.
+MLA_OUT_ABSOLUTE = 1e-3
+MLA_OUT_RELATIVE = 2.01 / 128
+MLA_OUT_COSINE = 5e-6
+# The LSE knows no bf16 but the query's and, in kernels, that of a scaled key: exact if the scale is
+# a power of two. Then float32's rounding is all there is; see API.md for other scales.
+MLA = Tolerance(out=MLA_OUT_RELATIVE, out_floor=MLA_OUT_ABSOLUTE, lse=_LSE)
+
+
+def assert_mla_out_close(got, want) -> None:
+    """Requires every element to be near and the whole to point in the same direction."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    assert got.shape == want.shape
+    assert np.isfinite(got).all(), "output is not finite"
+    error = np.abs(got - want)
+    limit = np.maximum(MLA_OUT_ABSOLUTE, MLA_OUT_RELATIVE * np.abs(want))
+    if (error > limit).any():
+        worst = np.unravel_index(np.argmax(error / limit), error.shape)
+        raise AssertionError(
+            f"{(error > limit).sum()} of {error.size} elements; {tuple(map(int, worst))}: "
+            f"got {got[worst]:.6g}, want {want[worst]:.6g}"
+        )
+    size = (got**2 + want**2).sum()
+    cosine = 1 - 2 * (got * want).sum() / size if size else 0.0
+    assert cosine <= MLA_OUT_COSINE, f"cosine difference {cosine:.3g}"

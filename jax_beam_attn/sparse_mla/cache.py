@@ -51,14 +51,17 @@ class MlaFormat:
 
     @property
     def head_dim(self) -> int:
+        """Width of the key, Dqk."""
         return self.quantized_dim + ROPE_DIM
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of a token in both parts of the block."""
         return self.row_bytes + self.scale_bytes
 
     @property
     def num_groups(self) -> int:
+        """Scales of a token."""
         return self.quantized_dim // self.group
 
 
@@ -179,7 +182,7 @@ def append_mla_cache(
     checks.shape("kv", kv, ("N", head_dim))
     slots = checks.int32("slot_mapping", slot_mapping)
     checks.shape("slot_mapping", slots, (kv.shape[0],))
-    (out,) = _append({"cache": blocks, "kv": kv, "slots": slots}, AppendStatic(format, page_size))
+    (out,) = append({"cache": blocks, "kv": kv, "slots": slots}, AppendStatic(format, page_size))
     out = out.reshape(cache.shape)
     return out if out.dtype == cache.dtype else jax.lax.bitcast_convert_type(out, cache.dtype)
 
@@ -240,6 +243,7 @@ def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
     values = values.reshape(*lead, layout.num_groups, layout.group)
     amax = jnp.maximum(jnp.max(jnp.abs(values), axis=-1), _SMALLEST_AMAX)
     scale = amax * jnp.float32(1 / _E4M3_MAX)
+    scales = jnp.zeros((*lead, 0), jnp.uint8)
     if layout is MODEL1:
         bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
         exponent = (bits + 0x7FFFFF) >> 23  # rounded up unless the mantissa is 0
@@ -251,7 +255,6 @@ def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
     parts = [codes.reshape(*lead, layout.quantized_dim), rope]
     if layout is V32:
         parts.insert(1, _bytes(scale))
-        scales = jnp.zeros((*lead, 0), jnp.uint8)
     return jnp.concatenate(parts, axis=-1), scales
 
 
@@ -326,7 +329,7 @@ def _append_fold(size, operands, mapped, static):
     }, static
 
 
-_append = Operator(
+append = Operator(
     "append_mla_cache",
     reference=_append_reference,
     outputs=lambda operands, static: (Output(operands["cache"].shape, operands["cache"].dtype),),

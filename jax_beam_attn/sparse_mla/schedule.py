@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,17 @@ class MlaSchedule:
 
     @property
     def num_parts(self) -> int:
+        """Parts that the work is cut into."""
         return self.begin.shape[-2] - 1
+
+
+# A schedule may be an argument or a result of an exported program.
+jax.export.register_pytree_node_serialization(
+    MlaSchedule,
+    serialized_name="jax_beam_attn.MlaSchedule",
+    serialize_auxdata=lambda shape: json.dumps(shape).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
 
 
 def mla_schedule(
