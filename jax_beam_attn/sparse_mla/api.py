@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_beam_attn._core import checks
-from jax_beam_attn.sparse_mla.cache import MODEL1, V32, as_blocks, as_tokens
+from jax_beam_attn.sparse_mla.cache import BYTE_DTYPES, MODEL1, V32, as_blocks, as_tokens
 from jax_beam_attn.sparse_mla.op import SparseMlaStatic, sparse_mla
 from jax_beam_attn.sparse_mla.plan import SparseMlaPlan
 from jax_beam_attn.sparse_mla.schedule import MlaSchedule
@@ -89,6 +89,7 @@ def sparse_mla_decode(
     checks.one_of("q's head size Dqk", head_dim, (V32.head_dim, MODEL1.head_dim))
     if not 1 <= heads <= _MAX_HEADS:
         raise ValueError(f"q: got Hq = {heads}, expected 1 to {_MAX_HEADS} heads")
+    checks.dtype("kv_cache", kv_cache, (*BYTE_DTYPES, jnp.bfloat16))
     format = "bf16" if kv_cache.dtype == jnp.bfloat16 else _FP8_FORMAT[head_dim].name
 
     operands, page_size = _cache_operands("", format, q, kv_cache, indices, topk_length, page_size)
@@ -112,8 +113,10 @@ def sparse_mla_decode(
         operands["sink"] = checks.float32("attn_sink", attn_sink, (heads,))
     if not isinstance(plan, SparseMlaPlan | None):
         raise TypeError(f"plan: got {type(plan).__name__}, expected SparseMlaPlan or None")
-    extra_topk = 0 if extra_indices is None else extra_indices.shape[2]
-    _check_schedule(schedule, (batch, seqlen_q, heads, indices.shape[2], extra_topk))
+    topk, extra_topk = (
+        operands[name].shape[2] if name in operands else 0 for name in ("indices", "extra_indices")
+    )
+    _check_schedule(schedule, (batch, seqlen_q, heads, topk, extra_topk))
 
     out, lse = sparse_mla(
         {"q": q} | operands,
@@ -132,7 +135,7 @@ def _cache_operands(prefix, format, q, cache, indices, length, page_size):
     batch, seqlen_q, _, head_dim = q.shape
     name = f"{prefix}kv_cache"
     if format == "bf16":
-        blocks, page_size = as_tokens(name, cache)
+        blocks, page_size = as_tokens(name, cache, page_size)
         if blocks.shape[2] != head_dim:
             raise ValueError(f"{name}: got Dqk = {blocks.shape[2]}, expected q's {head_dim}")
     else:

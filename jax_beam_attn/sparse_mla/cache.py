@@ -15,6 +15,7 @@ are padding, never read or written.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -68,7 +69,7 @@ class MlaFormat:
 V32 = MlaFormat("v32", 512, 128, 656, 0, 16)
 MODEL1 = MlaFormat("model1", 448, 64, 576, 8, 8)
 FORMATS = {each.name: each for each in (V32, MODEL1)}
-_BYTE_DTYPES = (jnp.uint8, jnp.int8, jnp.float8_e4m3fn)
+BYTE_DTYPES = (jnp.uint8, jnp.int8, jnp.float8_e4m3fn)
 
 
 def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -> jax.Array:
@@ -88,6 +89,7 @@ def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -
     Raises:
         ValueError: For a wrong format, shape or block size.
         TypeError: For a wrong dtype.
+        NotImplementedError: When differentiated.
 
     Source: FlashMLA's FP8 KV cache.
 
@@ -100,11 +102,14 @@ def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -
     checks.dtype("kv", kv, (jnp.float32, jnp.bfloat16))
     checks.shape("kv", kv, ("num_blocks", "page_size", 1, layout.head_dim))
     num_blocks, page_size = kv.shape[:2]
-    rows, scales = quantize(kv.reshape(num_blocks, page_size, -1), layout)
-    blocks = jnp.concatenate([rows.reshape(num_blocks, -1), scales.reshape(num_blocks, -1)], axis=1)
+    if block_bytes is not None:
+        _check_block_bytes(layout, page_size, block_bytes)
+    kv = _forward_only("pack_mla_cache", kv)
+    rows, scales = quantize(kv.reshape(num_blocks, page_size, layout.head_dim), layout)
+    parts = (part.reshape(num_blocks, page_size * part.shape[-1]) for part in (rows, scales))
+    blocks = jnp.concatenate([*parts], axis=1)
     if block_bytes is None:
         return blocks.reshape(num_blocks, page_size, 1, layout.token_bytes)
-    _check_block_bytes(layout, page_size, block_bytes)
     return jnp.pad(blocks, ((0, 0), (0, block_bytes - blocks.shape[1])))
 
 
@@ -174,43 +179,80 @@ def append_mla_cache(
     checks.one_of("format", format, (*FORMATS, "bf16"))
     checks.dtype("kv", kv, (jnp.float32, jnp.bfloat16))
     if format == "bf16":
-        blocks, page_size = as_tokens("cache", cache)
-        head_dim = blocks.shape[-1]
+        page_size = check_tokens("cache", cache, page_size)
+        head_dim = cache.shape[3]
     else:
-        blocks, page_size = as_blocks("cache", cache, FORMATS[format], page_size)
+        page_size = check_blocks("cache", cache, FORMATS[format], page_size)
         head_dim = FORMATS[format].head_dim
     checks.shape("kv", kv, ("N", head_dim))
     slots = checks.int32("slot_mapping", slot_mapping)
     checks.shape("slot_mapping", slots, (kv.shape[0],))
-    (out,) = append({"cache": blocks, "kv": kv, "slots": slots}, AppendStatic(format, page_size))
-    out = out.reshape(cache.shape)
-    return out if out.dtype == cache.dtype else jax.lax.bitcast_convert_type(out, cache.dtype)
+    (out,) = append({"cache": cache, "kv": kv, "slots": slots}, AppendStatic(format, page_size))
+    return out
 
 
 def as_blocks(
     name: str, cache: jax.Array, layout: MlaFormat, page_size: int | None
 ) -> tuple[jax.Array, int]:
     """Any public form of an FP8 cache as (uint8 [num_blocks, block_bytes], page_size)."""
-    checks.dtype(name, cache, _BYTE_DTYPES)
-    if cache.dtype != jnp.uint8:
-        cache = jax.lax.bitcast_convert_type(cache, jnp.uint8)
+    page_size = check_blocks(name, cache, layout, page_size)
+    cache = _as_uint8(cache)
+    if cache.ndim == 2:
+        return cache, page_size
+    return cache.reshape(cache.shape[0], page_size * layout.token_bytes), page_size
+
+
+def as_tokens(name: str, cache: jax.Array, page_size: int | None) -> tuple[jax.Array, int]:
+    """A bf16 cache as ([num_blocks, page_size, Dqk], page_size)."""
+    page_size = check_tokens(name, cache, page_size)
+    return cache.reshape(*cache.shape[:2], cache.shape[3]), page_size
+
+
+def check_blocks(name: str, cache: jax.Array, layout: MlaFormat, page_size: int | None) -> int:
+    """Requires a public form of an FP8 cache; returns its page size."""
+    checks.dtype(name, cache, BYTE_DTYPES)
     if cache.ndim == 2:
         if page_size is None:
             raise ValueError(f"page_size: got None, expected an int: {name} has padded blocks")
         _check_block_bytes(layout, page_size, cache.shape[1])
-        return cache, page_size
+        return page_size
     checks.shape(name, cache, ("num_blocks", "page_size", 1, layout.token_bytes))
-    if page_size not in (None, cache.shape[1]):
-        raise ValueError(f"page_size: got {page_size}, expected {cache.shape[1]}, as in {name}")
-    return cache.reshape(cache.shape[0], -1), cache.shape[1]
+    return _same_page_size(name, cache, page_size)
 
 
-def as_tokens(name: str, cache: jax.Array) -> tuple[jax.Array, int]:
-    """A bf16 cache as ([num_blocks, page_size, Dqk], page_size)."""
+def check_tokens(name: str, cache: jax.Array, page_size: int | None) -> int:
+    """Requires a bf16 cache; returns its page size."""
     checks.dtype(name, cache, (jnp.bfloat16,))
     checks.shape(name, cache, ("num_blocks", "page_size", 1, "Dqk"))
     checks.one_of(f"{name}'s Dqk", cache.shape[3], (V32.head_dim, MODEL1.head_dim))
-    return cache.reshape(*cache.shape[:2], cache.shape[3]), cache.shape[1]
+    return _same_page_size(name, cache, page_size)
+
+
+def _same_page_size(name: str, cache: jax.Array, page_size: int | None) -> int:
+    if page_size not in (None, cache.shape[1]):
+        raise ValueError(f"page_size: got {page_size}, expected {cache.shape[1]}, as in {name}")
+    return cache.shape[1]
+
+
+def _as_uint8(cache: jax.Array) -> jax.Array:
+    if cache.dtype == jnp.uint8:
+        return cache
+    if cache.dtype != jnp.int8:  # of a float JAX would take a derivative: zeros
+        cache = _forward_only("sparse_mla_decode and unpack_mla_cache", cache)
+    return jax.lax.bitcast_convert_type(cache, jnp.uint8)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _forward_only(name: str, array: jax.Array) -> jax.Array:
+    """The array itself, where operations follow whose derivative JAX takes for zero."""
+    return array
+
+
+@_forward_only.defjvp
+def _refuse_gradient(name, *_):
+    raise NotImplementedError(
+        f"{name}: forward-only, bytes have no derivative; wrap the operand in jax.lax.stop_gradient"
+    )
 
 
 def _check_block_bytes(layout: MlaFormat, page_size: int, block_bytes: int) -> None:
@@ -247,6 +289,7 @@ def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
     if layout is MODEL1:
         bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
         exponent = (bits + 0x7FFFFF) >> 23  # rounded up unless the mantissa is 0
+        exponent = jnp.minimum(exponent, 255)  # which stands for NaN
         scale = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
         scales = jnp.pad(exponent.astype(jnp.uint8), [(0, 0)] * len(lead) + [(0, 1)])
     scaled = jnp.clip(values / scale[..., None], -_E4M3_MAX, _E4M3_MAX)
@@ -270,21 +313,28 @@ def dequantize(rows: jax.Array, scales: jax.Array, layout: MlaFormat) -> jax.Arr
         # 2**(byte - 127) reaches below the normal numbers, so it is applied in two normal halves.
         exponent = scales[..., : layout.num_groups].astype(jnp.int32) - 127
         half = exponent >> 1
-        values = values * jnp.exp2(half.astype(jnp.float32))[..., None]
-        values = values * jnp.exp2((exponent - half).astype(jnp.float32))[..., None]
+        values = values * _power_of_two(half)[..., None]
+        values = values * _power_of_two(exponent - half)[..., None]
         values = jnp.where((exponent == 128)[..., None], jnp.nan, values)
     rope = _from_bytes(rows[..., -2 * ROPE_DIM :], jnp.bfloat16).astype(jnp.float32)
-    return jnp.concatenate([values.reshape(*lead, -1), rope], axis=-1)
+    return jnp.concatenate([values.reshape(*lead, layout.quantized_dim), rope], axis=-1)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2**exponent of a normal number, from its bits: `exp2` may be off by some steps."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def _bytes(array: jax.Array) -> jax.Array:
     """[..., n] as its little-endian bytes, uint8 [..., n * itemsize]."""
-    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(*array.shape[:-1], -1)
+    size = array.shape[-1] * array.dtype.itemsize
+    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(*array.shape[:-1], size)
 
 
 def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
     size = jnp.dtype(dtype).itemsize
-    return jax.lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, size), dtype)
+    groups = array.reshape(*array.shape[:-1], array.shape[-1] // size, size)
+    return jax.lax.bitcast_convert_type(groups, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,19 +349,35 @@ def _append_reference(operands, static: AppendStatic):
     cache, kv, slots = operands["cache"], operands["kv"], operands["slots"]
     # A slot outside the cache goes to a block behind the last, which the scatter drops.
     inside = (slots >= 0) & (slots < cache.shape[0] * static.page_size)
-    block = jnp.where(inside, slots // static.page_size, cache.shape[0])
-    offset = slots % static.page_size
+    block = jnp.where(inside, slots // max(static.page_size, 1), cache.shape[0])
+    offset = slots % max(static.page_size, 1)
     if static.format == "bf16":
-        return (cache.at[block, offset].set(kv.astype(cache.dtype), mode="drop"),)
+        return (cache.at[block, offset, 0].set(kv.astype(cache.dtype), mode="drop"),)
+    if cache.dtype == jnp.float8_e4m3fn:  # which a CPU would scatter as float16
+        operands = operands | {"cache": jax.lax.bitcast_convert_type(cache, jnp.uint8)}
+        (out,) = _append_reference(operands, static)
+        return (jax.lax.bitcast_convert_type(out, cache.dtype),)
     layout = FORMATS[static.format]
     rows, scales = quantize(kv, layout)
-    row_byte = offset[:, None] * layout.row_bytes + jnp.arange(layout.row_bytes)
-    cache = cache.at[block[:, None], row_byte].set(rows, mode="drop")
+    cache = _write(cache, block, offset * layout.row_bytes, rows)
     if layout.scale_bytes:
         first = static.page_size * layout.row_bytes
-        scale_byte = first + offset[:, None] * layout.scale_bytes + jnp.arange(layout.scale_bytes)
-        cache = cache.at[block[:, None], scale_byte].set(scales, mode="drop")
+        cache = _write(cache, block, first + offset * layout.scale_bytes, scales)
     return (cache,)
+
+
+def _write(cache, block, first_byte, data):
+    """Writes data uint8 [N, n] into blocks, from a byte of each on.
+
+    The cache keeps its form and dtype: XLA would copy all of it to change them there and back.
+    """
+    data = jax.lax.bitcast_convert_type(data, cache.dtype)
+    byte = first_byte[:, None] + jnp.arange(data.shape[1], dtype=jnp.int32)[None]
+    block = jnp.broadcast_to(block[:, None], byte.shape)
+    if cache.ndim == 2:
+        return cache.at[block, byte].set(data, mode="drop")
+    token_bytes = cache.shape[3]
+    return cache.at[block, byte // token_bytes, 0, byte % token_bytes].set(data, mode="drop")
 
 
 def _append_fold(size, operands, mapped, static):

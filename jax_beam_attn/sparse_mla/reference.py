@@ -62,9 +62,9 @@ def _selected(operands, cache_name, indices_name, length_name, static, page_size
     if length_name in operands:
         length = operands[length_name]
         length = length.reshape(*length.shape, *(1,) * (3 - length.ndim))
-        valid &= jnp.arange(slots.shape[2]) < length
+        valid &= jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None] < length
     if cache.shape[0] == 0 or page_size == 0:
-        return jnp.zeros((*slots.shape, operands["q"].shape[-1])), valid
+        return jnp.zeros((*slots.shape, operands["q"].shape[-1]), jnp.float32), valid
     block, offset = slots // page_size, slots % page_size
     if static.format == "bf16":
         keys = cache.at[block, offset].get(mode="clip").astype(jnp.float32)

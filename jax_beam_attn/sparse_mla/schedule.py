@@ -9,6 +9,7 @@ nothing: its last part takes the rest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -112,9 +113,18 @@ def mla_schedule(
     num_parts = _DEFAULT_PARTS if num_parts is None else num_parts
     checks.at_least_one("num_parts", num_parts)
 
-    blocks = _blocks("topk_length", topk_length, batch, seqlen_q, topk)
-    blocks += _blocks("extra_topk_length", extra_topk_length, batch, seqlen_q, extra_topk)
-    rows = batch * seqlen_q
+    shape = (batch, seqlen_q, num_heads, topk, extra_topk)
+    constant = topk_length is None and extra_topk_length is None
+    # XLA does not fold the search within `_cut`, so a constant is made while tracing.
+    with jax.ensure_compile_time_eval() if constant else contextlib.nullcontext():
+        blocks = _blocks("topk_length", topk_length, batch, seqlen_q, topk)
+        blocks += _blocks("extra_topk_length", extra_topk_length, batch, seqlen_q, extra_topk)
+        return MlaSchedule(*_cut(blocks, num_parts), *shape)
+
+
+def _cut(blocks: jax.Array, num_parts: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts rows of so many blocks into parts: `begin` and `first_slot` of the schedule."""
+    rows = blocks.shape[0]
     cost = blocks + OVERHEAD
     end = jnp.cumsum(cost, dtype=jnp.int32)
     start = end - cost
@@ -131,9 +141,10 @@ def mla_schedule(
 
     # Row r is shared by the parts from the one it begins in to the one that holds its last block:
     # one more than the cuts strictly inside it.
-    cuts = jnp.zeros(rows + 1, jnp.int32).at[row].add(block > 0, mode="drop")[:rows]
+    inside = (block > 0).astype(jnp.int32)
+    cuts = jnp.zeros(rows + 1, jnp.int32).at[row].add(inside, mode="drop")[:rows]
     first_slot = jnp.append(0, jnp.cumsum(cuts + 1)).astype(jnp.int32)
-    return MlaSchedule(begin, first_slot, batch, seqlen_q, num_heads, topk, extra_topk)
+    return begin, first_slot
 
 
 def _blocks(name, lengths, batch, seqlen_q, topk) -> jax.Array:
@@ -143,6 +154,6 @@ def _blocks(name, lengths, batch, seqlen_q, topk) -> jax.Array:
     else:
         lengths = checks.int32(name, lengths)
         checks.shape(name, lengths, (batch,) if lengths.ndim == 1 else (batch, seqlen_q))
-        lengths = lengths.reshape(batch, -1)
+        lengths = lengths[:, None] if lengths.ndim == 1 else lengths
     lengths = jnp.broadcast_to(jnp.clip(lengths, 0, topk), (batch, seqlen_q))
     return (lengths.reshape(-1) + BLOCK - 1) // BLOCK

@@ -22,7 +22,6 @@ def _eager(call):
 MODES = {
     "numpy": (False, _eager),  # NumPy arrays as they come, without x64
     "x64": (True, lambda call: jax.jit(_eager)(call)),  # int64 tracers
-    "x64 eager": (True, _eager),
 }
 
 

@@ -90,7 +90,7 @@ def test_one_operand_of_a_paged_call(name):
     _check_mapped("paged", {name})
 
 
-@settings(max_examples=max(settings.default.max_examples // 2, 1))
+@settings(max_examples=max(settings.default.max_examples // 4, 1))
 @given(st.sampled_from(sorted(FORMS)), st.data())
 def test_any_operands(form, data):
     names = sorted({*OPERANDS, *INDEX[form], *OPTIONAL})

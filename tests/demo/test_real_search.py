@@ -1,14 +1,9 @@
 """Searches with the real model."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_beam_attn.demo import verify
-from jax_beam_attn.demo.hypotheses import read_hypotheses
 from tests.demo.searches import (
-    NO_EOS,
     assert_same,
     brute_force_search,
     found_by,
@@ -40,12 +35,3 @@ def test_four_beams_equal_brute_force(smollm2, eos, penalty):
     result = search(*model, [prompt], **sizes)
     assert_same(found_by(result, eos_token), want, atol=1e-3)
     assert int(result.num_steps) == steps
-
-
-def test_bf16_is_verified(smollm2):
-    prompt = smollm2.tokenizer.encode("The most surprising thing about the deep sea is").ids
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, smollm2.params)
-    result = search(params, smollm2.config, [prompt], num_beams=2, num_tokens=8)
-    hypotheses = read_hypotheses(result, 0, NO_EOS)
-    recomputed = verify.recompute_log_probs(params, prompt, hypotheses, smollm2.config)
-    assert verify.check(hypotheses, recomputed, "bfloat16") > 0

@@ -31,7 +31,7 @@ def token_v32(block: bytes, offset: int, page_size: int) -> np.ndarray:
 
 
 def token_model1(block: bytes, offset: int, page_size: int) -> np.ndarray:
-    """Key [512] of a token: 448 e4m3 and 64 bf16 in the block's first part, scales in the second."""
+    """Key [512] of a token: 448 e4m3 and 64 bf16 in the block's first part, then the scales."""
     row = block[576 * offset : 576 * (offset + 1)]
     first_scale = 576 * page_size + 8 * offset
     scales = [
