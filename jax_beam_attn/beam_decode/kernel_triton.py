@@ -68,7 +68,9 @@ def _attend(operands, call, plan, slots, *, context, beam):
     page_aligned = paged and page_size % plan.block_n == 0
     pool_rows = k.size // (kv_heads * head_dim)
     final = plan.num_splits == 1 and context and beam
+    split = plan.num_splits > 1 and context
     block_d = max(16, triton.next_power_of_2(head_dim))
+    context = context and static.capacity > 0 and pool_rows > 0
     use_tma = plan.use_tma and context and block_d == head_dim and (page_aligned or not paged)
     if use_tma:
         k, v = (row_descriptor(array, (plan.block_n, head_dim)) for array in (k, v))
@@ -138,9 +140,9 @@ def _attend(operands, call, plan, slots, *, context, beam):
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_D=block_d,
-        CONTEXT=context and static.capacity > 0 and pool_rows > 0,
+        CONTEXT=context,
         BEAM=beam and topk.shape[2] > 0 and operands["k_beam"].shape[1] > 0,
-        SPLIT=plan.num_splits > 1 and context,
+        SPLIT=split,
         RAGGED=plan.ragged,
         PAGED=paged,
         PAGE_ALIGNED=page_aligned,

@@ -257,6 +257,7 @@ def _refuse_gradient(name, *_):
 
 def _check_block_bytes(layout: MlaFormat, page_size: int, block_bytes: int) -> None:
     checks.at_least_one("page_size", page_size)
+    checks.at_least_zero("block_bytes", block_bytes)
     smallest = page_size * layout.token_bytes
     if block_bytes % layout.block_alignment or block_bytes < smallest:
         raise ValueError(

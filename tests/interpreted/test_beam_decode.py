@@ -30,20 +30,42 @@ PARAMETERS = {
 }
 # With nothing to attend to no kernel is launched.
 ROWS = [row for row in covering_rows(PARAMETERS, at_least=64) if row["context"] or row["steps"]]
+# No context at all, where it would come by the tensor memory accelerator.
+ROWS += [
+    ROWS[0]
+    | {"gpu": "h200", "dtype": "float16", "head_dim": 16, "context": 0, "steps": 3}
+    | {"form": form, "pipeline": pipeline}
+    for form in ("dense", "jagged")
+    for pipeline in ("fused", "3kernel")
+]
+
+
+def run_kernels(call, gpu, plan, monkeypatch):
+    """(out, lse) of a call, the kernels taking the primitive's place on concrete arrays."""
+
+    def run(operands, static, *, implementation, plan):
+        from jax_beam_attn.beam_decode import kernel_triton
+
+        operands = {name: array for name, array in operands.items() if array is not None}
+        return kernel_triton.run(operands, Call(static, plan, TARGETS[gpu], {}))
+
+    monkeypatch.setattr(api, "beam_decode", run)
+    arrays = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
+    return api.beam_decode_attn(**arrays, return_lse=True, plan=plan)
+
+
+def check(got, call):
+    out, lse = got
+    want_out, want_lse = calls.expected(call)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    finite = np.isfinite(want_lse)
+    np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=0, atol=KERNEL_LSE)
+    assert relative_frobenius(out, want_out) <= KERNEL_OUT[jnp.dtype(out.dtype)]
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)))
 def test_against_the_oracle(index, monkeypatch):
     row = ROWS[index]
-
-    def run_kernels(operands, static, *, implementation, plan):
-        """Takes the primitive's place and calls the kernels on concrete arrays."""
-        from jax_beam_attn.beam_decode import kernel_triton
-
-        operands = {name: array for name, array in operands.items() if array is not None}
-        return kernel_triton.run(operands, Call(static, plan, TARGETS[row["gpu"]], {}))
-
-    monkeypatch.setattr(api, "beam_decode", run_kernels)
     rng = np.random.default_rng(index)
     heads = 2 * row["group"]
     shape = calls.Shape(
@@ -77,14 +99,16 @@ def test_against_the_oracle(index, monkeypatch):
     plan = BeamDecodePlan(
         pipeline=row["pipeline"], num_splits=row["num_splits"], block_m=16, block_n=16
     )
-    out, lse = api.beam_decode_attn(
-        **{n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()},
-        return_lse=True,
-        plan=plan,
-    )
-    call["softmax_scale"] = float(call["softmax_scale"])
-    want_out, want_lse = calls.expected(call)
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    finite = np.isfinite(want_lse)
-    np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=0, atol=KERNEL_LSE)
-    assert relative_frobenius(out, want_out) <= KERNEL_OUT[jnp.dtype(row["dtype"])]
+    got = run_kernels(call, row["gpu"], plan, monkeypatch)
+    check(got, call | {"softmax_scale": float(call["softmax_scale"])})
+
+
+@pytest.mark.parametrize("pipeline", ["fused", "3kernel"])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_pool_without_pages(num_splits, pipeline, monkeypatch):
+    """Every page is masked, and there is nothing to point a descriptor at."""
+    call = calls.dense_call(calls.Shape(2, 3, 4, 2, 16, 40, 10, 3), "float16")
+    call["k_context"] = call["v_context"] = np.zeros((0, 16, 2, 16), np.float16)
+    call |= {"block_tables": np.zeros((2, 3), np.int32), "seqused_k": np.array([40, 3], np.int32)}
+    plan = BeamDecodePlan(pipeline=pipeline, num_splits=num_splits, block_n=16)
+    check(run_kernels(call, "h200", plan, monkeypatch), call)
