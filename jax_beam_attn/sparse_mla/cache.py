@@ -215,6 +215,7 @@ def check_blocks(name: str, cache: jax.Array, layout: MlaFormat, page_size: int 
         if page_size is None:
             raise ValueError(f"page_size: got None, expected an int: {name} has padded blocks")
         _check_block_bytes(layout, page_size, cache.shape[1])
+        _check_slots(name, cache, page_size)
         return page_size
     checks.shape(name, cache, ("num_blocks", "page_size", 1, layout.token_bytes))
     return _same_page_size(name, cache, page_size)
@@ -231,7 +232,16 @@ def check_tokens(name: str, cache: jax.Array, page_size: int | None) -> int:
 def _same_page_size(name: str, cache: jax.Array, page_size: int | None) -> int:
     if page_size not in (None, cache.shape[1]):
         raise ValueError(f"page_size: got {page_size}, expected {cache.shape[1]}, as in {name}")
+    _check_slots(name, cache, cache.shape[1])
     return cache.shape[1]
+
+
+def _check_slots(name: str, cache: jax.Array, page_size: int) -> None:
+    if cache.shape[0] * page_size > jnp.iinfo(jnp.int32).max:
+        raise ValueError(
+            f"{name}: got {cache.shape[0]} blocks of {page_size} tokens, expected less than 2**31 "
+            "slots"
+        )
 
 
 def _as_uint8(cache: jax.Array) -> jax.Array:

@@ -147,8 +147,10 @@ def test_7_one_executable_for_all_lengths(implementation):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("heads", [4, 8, 16, 32])
+@pytest.mark.parametrize(
+    "heads, format",
+    [(4, "v32"), (8, "v32"), (16, "v32"), (32, "v32"), (8, "model1"), (16, "bf16")],
+)
 def test_8_heads_as_if_padded_to_64(heads, format, implementation):
     call = make_call(Shape(heads=64, format=format), implementation=implementation)
     call["attn_sink"] = np.linspace(-3, 3, 64).astype(np.float32)

@@ -1,6 +1,7 @@
 """The schedule: all work, once, in fair shares, from lengths that nobody has to know."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def shares_of(schedule, blocks):
     assert begin[0] == [0, 0]
     assert begin[-1] == [len(blocks), 0]
     shares = []
-    for (row, block), (end_row, end_block) in zip(begin[:-1], begin[1:], strict=True):
+    for (row, block), (end_row, end_block) in itertools.pairwise(begin):
         share = []
         while (row, block) < (end_row, end_block):
             end = end_block if row == end_row else max(blocks[row], block)
