@@ -52,12 +52,19 @@ def test_a_wrong_ancestor_is_noticed(monkeypatch):
         verify.check(hypotheses, recomputed, "float32")
 
 
-def test_limit_grows_with_the_root_of_the_length():
-    assert verify.limit(1, "bfloat16") == 6e-2
-    assert verify.limit(16, "float32") == 4 * 2e-3
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [("float32", 2e-3), ("float16", 1e-2), ("bfloat16", 6e-2)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_limit_is_of_the_whole_hypothesis_whatever_its_length(dtype, limit, num_tokens):
+    tokens = (1,) * num_tokens
+    hypothesis = Hypothesis(tokens=tokens, log_prob=-1.0, score=-1.0, path=(0,) * num_tokens)
+    assert verify.check([hypothesis], [-1.0 - 0.9 * limit], dtype) == pytest.approx(0.9 * limit)
+    with pytest.raises(VerificationError, match="hypothesis 1 has log-probability"):
+        verify.check([hypothesis], [-1.0 - 1.1 * limit], dtype)
 
 
-def test_limit_is_inclusive_and_nan_fails():
+def test_equality_passes_and_nan_fails():
     hypothesis = Hypothesis(tokens=(1,), log_prob=-1.0, score=-1.0, path=(0,))
     assert verify.check([hypothesis], [-1.0], "float16") == 0.0
     with pytest.raises(VerificationError):
