@@ -90,6 +90,23 @@ def relative_frobenius(got, want) -> float:
     return float(np.linalg.norm(got - want) / (size if size else 1.0))
 
 
+# A value found by hand against a few float32 operations, relative and absolute.
+FEW_OPERATIONS = 1e-6
+
+# Float32 sums of a handful of normal numbers; on the GPU of a thousand, in another order.
+ROW_SUM = {"rtol": 1e-5, "atol": 1e-6}
+ROW_SUM_GPU = {"rtol": 1e-4, "atol": 1e-4}
+
+# Log-probabilities of hypotheses of about ten tokens, float32 against float32 by another way: of a
+# model of two small layers, and of one of thirty.
+LOG_PROB_TINY = 1e-4
+LOG_PROB_SMOLLM2 = 1e-3
+
+# Half a step of e4m3 (three mantissa bits) is 2**-4 of a number in the worst case.
+E4M3_ROUNDING = 2.0**-4
+# What is multiplied by a subnormal scale may lose all of it: CPUs flush subnormals to zero.
+SMALLEST_NORMAL = 2.0**-126
+
 # Kernels against the float32 reference on the same inputs: relative Frobenius error of the output
 # and absolute error of the LSE. Weights are rounded to the query's dtype before they meet V.
 KERNEL_OUT = {

@@ -42,8 +42,8 @@ class GpuTarget:
 
 _MIB = 2**20
 
-# Sizes as `cudaGetDeviceProperties` reports them. Keys are matched against JAX's `device_kind`,
-# longest first, so that "H200" is not taken for a substring of something longer.
+# The H200's sizes were read off one; the others are those that NVIDIA publishes. Keys are matched
+# against JAX's `device_kind`, longest first, so that none is taken for a part of a longer one.
 TARGETS = {
     "a100": GpuTarget("A100", 80, 108, 40 * _MIB),
     "l40s": GpuTarget("L40S", 89, 142, 96 * _MIB),

@@ -87,8 +87,8 @@ class TritonPlan:
         )
 
 
-# (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm), measured on an H200: the
-# first entry that holds all of a KV head's queries, else the last.
+# (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm), from the sweeps on an H200
+# in bench/NOTES.md: the first entry that holds all of a KV head's queries, else the last.
 _TILES = (
     (16, 16, 64, 4, 3, 2),
     (32, 32, 64, 4, 3, 2),

@@ -55,13 +55,13 @@ def sparse_mla_decode(
         extra_page_size: Tokens of its padded blocks.
         softmax_scale: A Python number > 0 is compiled in, a 0-d array is read at run time.
             Default Dqk**-0.5.
-        schedule: From `mla_schedule`, shared by the layers of a step; without it the call makes
-            its own.
+        schedule: From `mla_schedule`, shared by the layers of a step. It only says which thread
+            block does what, so the reference, which is all there is so far, checks its shape and
+            needs no more of it.
         return_lse: Also return the logsumexp of the logits.
         implementation: None for the best that supports the call, or "reference". One that cannot
             serve the call raises. `python -m jax_beam_attn info` lists what this machine can run.
-        plan: Overrides launch choices. How a row is split depends on the batch, and so do its
-            last bits; a plan with `num_splits` removes that.
+        plan: Launch choices, of which the reference has none.
 
     Returns:
         bf16 [B, Sq, Hq, 512]; with `return_lse`, also f32 [B, Sq, Hq], the natural logarithm of

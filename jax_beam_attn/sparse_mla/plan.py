@@ -12,7 +12,8 @@ class SparseMlaPlan:
     """Launch choices of `sparse_mla_decode`; a field left None is chosen.
 
     Attributes:
-        num_splits: Pieces into which each query's tokens are cut, instead of by the schedule.
+        num_splits: Pieces into which each query's tokens are cut, instead of by the schedule;
+            for kernels, of which there are none yet.
 
     Example:
         >>> SparseMlaPlan(num_splits=2).num_splits

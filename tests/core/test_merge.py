@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jax_beam_attn import merge_splits
 from jax_beam_attn._core.merge import apply_sink
-from tests.tolerances import REORDERED, assert_lse_close, assert_out_close
+from tests.tolerances import FEW_OPERATIONS, REORDERED, assert_lse_close, assert_out_close
 
 merge = jax.jit(merge_splits)
 
@@ -86,8 +86,8 @@ def test_lse_far_apart_and_large():
     out = np.array([[1.0], [3.0], [7.0]], np.float32)[:, None]
     for base in (1e4, -1e4, 500.0):
         merged_out, merged_lse = merge(out, np.array([[base], [base], [base - 300]], np.float32))
-        np.testing.assert_allclose(merged_out, [[2.0]], rtol=1e-6)
-        np.testing.assert_allclose(merged_lse, [base + np.log(2)], rtol=1e-6)
+        np.testing.assert_allclose(merged_out, [[2.0]], rtol=FEW_OPERATIONS)
+        np.testing.assert_allclose(merged_lse, [base + np.log(2)], rtol=FEW_OPERATIONS)
 
 
 def test_nan_in_a_full_part_is_not_hidden():
@@ -124,11 +124,11 @@ def test_sink(lse, sink, share):
     if share in (0, 1):
         np.testing.assert_array_equal(got, share * out)
     else:
-        np.testing.assert_allclose(got, share * out, rtol=1e-6)
+        np.testing.assert_allclose(got, share * out, rtol=FEW_OPERATIONS)
 
 
 def test_the_merge_of_an_infinite_part_is_no_surprise_under_strict_rules():
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         out, lse = merge_splits(jnp.ones((2, 3, 4)), jnp.zeros((2, 3)))
-    np.testing.assert_allclose(out, np.ones((3, 4)), rtol=1e-6)
-    np.testing.assert_allclose(lse, np.full(3, np.log(2)), rtol=1e-6)
+    np.testing.assert_allclose(out, np.ones((3, 4)), rtol=FEW_OPERATIONS)
+    np.testing.assert_allclose(lse, np.full(3, np.log(2)), rtol=FEW_OPERATIONS)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.core.row_sum import row_sum
+from tests.tolerances import ROW_SUM
 
 RNG = np.random.default_rng(0)
 
@@ -27,7 +28,7 @@ def _expected(x, length):
 
 
 def _check(got, x, length):
-    np.testing.assert_allclose(np.asarray(got), _expected(x, length), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(got), _expected(x, length), **ROW_SUM)
 
 
 def test_eager_and_jit():
@@ -133,7 +134,7 @@ def test_while_loop_with_traced_length():
 
     _, got = jax.jit(lambda: jax.lax.while_loop(lambda s: s[0] < 4, body, (0, jnp.zeros(8))))()
     expected = sum(_expected(x, np.full(8, step)) for step in range(4))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, expected, **ROW_SUM)
 
 
 def test_checkpoint_and_donation():
@@ -164,7 +165,7 @@ def test_gradient_is_refused(transform):
 def test_stop_gradient_and_unrelated_gradients_pass():
     x, length = _inputs()
     grad = jax.grad(lambda y: (y * row_sum(x, length)).sum())(jnp.ones(8))
-    np.testing.assert_allclose(grad, _expected(x, length), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grad, _expected(x, length), **ROW_SUM)
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], ["cuda"], ["cpu", "cuda"]])

@@ -14,6 +14,7 @@ from jax_beam_attn.demo.beam_search import beam_search, prefill
 from jax_beam_attn.demo.hypotheses import read_hypotheses
 from jax_beam_attn.demo.model import forward, unembed
 from jax_beam_attn.demo.padding import pad_tokens
+from tests.tolerances import LOG_PROB_TINY
 
 NO_EOS = -1
 
@@ -91,7 +92,7 @@ def brute_force_search(
     return best(finished + [found(*each) for each in live]), steps
 
 
-def assert_same(got: list[Found], want: list[Found], atol: float = 1e-4) -> None:
+def assert_same(got: list[Found], want: list[Found], atol: float = LOG_PROB_TINY) -> None:
     assert [each.tokens for each in got] == [each.tokens for each in want]
     for name in ("log_prob", "score"):
         np.testing.assert_allclose(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.core.row_sum import row_sum
+from tests.tolerances import ROW_SUM_GPU
 
 RNG = np.random.default_rng(0)
 
@@ -22,7 +23,7 @@ def _inputs(batch=37, columns=1000, lead=()):
 def _check(got, x, length):
     keep = np.arange(x.shape[-1]) < length[..., None]
     want = np.where(keep, x, 0).astype(np.float64).sum(-1)
-    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(got), want, **ROW_SUM_GPU)
 
 
 @pytest.fixture(params=["triton", "cute"])

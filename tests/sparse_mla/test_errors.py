@@ -1,5 +1,7 @@
 """Every check: the message names the argument, what came and what was expected."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jax_beam_attn import (
     sparse_mla_decode,
     unpack_mla_cache,
 )
+from tests.refusals import assert_refused, names_of
 from tests.sparse_mla.calls import Shape, make_call
 from tests.sparse_mla.oracle import BF16
 
@@ -99,27 +102,17 @@ TYPES = [
 ]
 
 
-def _names(cases):
-    return [f"{name}: {message}" for _, name, _, message in cases]
+refused = functools.partial(assert_refused, sparse_mla_decode, blamed=("page_size", "block_bytes"))
 
 
-def _check(call, name, value, message, error):
-    with pytest.raises(error) as caught:
-        sparse_mla_decode(**call | {name: value})
-    text = str(caught.value)
-    assert message in text
-    # The argument at fault; where two disagree, either may be named.
-    assert name in text or "page_size" in text or "block_bytes" in text
-
-
-@pytest.mark.parametrize("call, name, value, message", VALUES, ids=_names(VALUES))
+@pytest.mark.parametrize("call, name, value, message", VALUES, ids=names_of(VALUES))
 def test_values(call, name, value, message):
-    _check(call, name, value, message, ValueError)
+    refused(call, name, value, message, ValueError)
 
 
-@pytest.mark.parametrize("call, name, value, message", TYPES, ids=_names(TYPES))
+@pytest.mark.parametrize("call, name, value, message", TYPES, ids=names_of(TYPES))
 def test_types(call, name, value, message):
-    _check(call, name, value, message, TypeError)
+    refused(call, name, value, message, TypeError)
 
 
 SIZES = {"batch": 2, "seqlen_q": 3, "num_heads": 4, "topk": 7, "extra_topk": 4}

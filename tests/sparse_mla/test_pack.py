@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jax_beam_attn import pack_mla_cache, unpack_mla_cache
 from tests.sparse_mla.oracle import BF16, HEAD_DIM, TOKEN_BYTES, pack_oracle, unpack_oracle
+from tests.tolerances import E4M3_ROUNDING, FEW_OPERATIONS
 
 FORMATS = ("v32", "model1")
 GROUP = {"v32": (512, 128), "model1": (448, 64)}
@@ -135,7 +136,7 @@ def test_packing_again_what_came_back_changes_nothing(format):
     cache = _jitted(format)(keys_of_all_sizes(format, seed=2))
     again = unpack_mla_cache(_jitted(format)(unpack_mla_cache(cache, format)), format)
     back = np.asarray(unpack_mla_cache(cache, format))
-    np.testing.assert_allclose(again, back, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(again, back, rtol=FEW_OPERATIONS, atol=0)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -149,7 +150,7 @@ def test_nan_and_infinity_stay_visible(format):
         assert np.isnan(got[5])
         assert np.isnan(got[:group]).all()
         np.testing.assert_array_equal(got[quantized], np.float32(bad))
-        np.testing.assert_allclose(got[group:quantized], 1, rtol=2.0**-4)
+        np.testing.assert_allclose(got[group:quantized], 1, rtol=E4M3_ROUNDING)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -8,10 +8,8 @@ import pytest
 
 from jax_beam_attn import unpack_mla_cache
 from tests.sparse_mla.oracle import E4M3, HEAD_DIM, TOKEN_BYTES, unpack_oracle
+from tests.tolerances import SMALLEST_NORMAL
 
-# Where a scale or a product is subnormal, hardware may flush it to zero: what is lost is less than
-# the smallest normal number, for a scale times the largest e4m3 number.
-SMALLEST = 2.0**-126
 FORMATS = ("v32", "model1")
 SCALES = [0.0, -0.0, 1.0, -1.5, 0.01171875, 1 / 3, -3e38, 3e38, 1e-30, 1.2e-38]
 NOT_FINITE = [np.inf, -np.inf, np.nan]
@@ -48,11 +46,11 @@ def _with_scales(scales):
 @pytest.mark.parametrize("scales", [SCALES, NOT_FINITE], ids=["finite", "not finite"])
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_every_e4m3_byte_under_any_f32_scale(scales):
-    check_unpack(_with_scales(scales), "v32", len(scales), atol=SMALLEST)
+    check_unpack(_with_scales(scales), "v32", len(scales), atol=SMALLEST_NORMAL)
 
 
 def test_subnormal_f32_scales():
-    check_unpack(_with_scales([1e-45, -1e-39, 1.1e-38]), "v32", 3, atol=448 * SMALLEST)
+    check_unpack(_with_scales([1e-45, -1e-39, 1.1e-38]), "v32", 3, atol=448 * SMALLEST_NORMAL)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -61,7 +59,7 @@ def test_every_e4m3_byte_under_every_e8m0_byte():
     cache = np.zeros((256, 1, 1, 584), np.uint8)
     cache[..., :448] = np.arange(448) % 256
     cache[..., 576:583] = np.arange(256)[:, None, None, None]
-    check_unpack(cache, "model1", 1, atol=SMALLEST)
+    check_unpack(cache, "model1", 1, atol=SMALLEST_NORMAL)
     got = np.asarray(_jitted("model1", None)(cache))[:, 0, 0]
     assert np.isnan(got[255, :448]).all()
     assert (got[127, :127] == np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)).all()
@@ -92,7 +90,7 @@ def test_arbitrary_bytes(format, padding, page_size):
         shape = (2, page_size, 1, TOKEN_BYTES[format])
     else:
         shape = (2, -(-block_bytes // 16) * 16 + padding)
-    check_unpack(_random_bytes(shape), format, page_size, atol=448 * SMALLEST)
+    check_unpack(_random_bytes(shape), format, page_size, atol=448 * SMALLEST_NORMAL)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, E4M3])
