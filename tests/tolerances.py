@@ -53,6 +53,8 @@ REORDERED = Tolerance(out=5e-6, out_floor=_SUBNORMAL, lse=5e-6)
 
 # Rounding of a logit relative to its size: one float32 step for each of scale, products and sum.
 LARGE_LOGIT_ROUNDING = 2.0**-20
+# On tensor cores, which add 16 products at a time, up to D / 16 = 16 times, and cut each sum off.
+LARGE_LOGIT_ROUNDING_GPU = 16 * 2.0**-23
 
 
 def assert_out_close(got, want, tolerance: Tolerance) -> None:

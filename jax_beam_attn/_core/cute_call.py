@@ -31,6 +31,7 @@ def cute_call(
     *,
     target: GpuTarget,
     static_dims: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Calls `launcher(stream, *arrays, *outputs, **constants)`.
@@ -42,11 +43,17 @@ def cute_call(
         target: The GPU to compile for.
         static_dims: For each array and output, how many of its trailing sizes the compiler may
             rely on (for alignment); none by default. Other sizes are read at run time.
+        numbers: Non-negative 32-bit numbers that the launcher gets at run time. They come as the
+            sizes of one more output, [0, *numbers]: the call has no other scalars that are not
+            compiled in.
         **constants: Hashable compile-time constants.
 
     Returns:
         The outputs.
     """
+    count = len(outputs)
+    if numbers is not None:
+        outputs = [*outputs, jax.ShapeDtypeStruct((0, *numbers), jnp.uint8)]
     static_dims = static_dims or [0] * (len(arrays) + len(outputs))
     signature = tuple(
         (_canonical_shape(each.shape, static), str(each.dtype), static)
@@ -60,7 +67,7 @@ def cute_call(
         cutlass_ffi.get_cutlass_call_ffi_name(allow_cuda_graph=True, version=version),
         result_shape_dtypes=list(outputs),
     )
-    return tuple(call(*arrays, module=compiled.module, key=compiled.fingerprint))
+    return tuple(call(*arrays, module=compiled.module, key=compiled.fingerprint))[:count]
 
 
 def _canonical_shape(shape: tuple[int, ...], static: int) -> tuple[int, ...]:

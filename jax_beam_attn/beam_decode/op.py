@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jax_beam_attn._core import availability, folding
 from jax_beam_attn._core.operator import Implementation, Operator, Output
-from jax_beam_attn.beam_decode.plan import triton_unsupported
+from jax_beam_attn.beam_decode.plan import hopper_unsupported, triton_unsupported
 from jax_beam_attn.beam_decode.reference import beam_decode_reference
 
 
@@ -144,6 +144,13 @@ def _run_triton(operands, call):
     return kernel_triton.run(operands, call)
 
 
+def _run_hopper(operands, call):
+    from jax_beam_attn.beam_decode import kernel_hopper
+
+    return kernel_hopper.run(operands, call)
+
+
 beam_decode.implementations = [
     Implementation("triton", availability.triton_unavailable, triton_unsupported, _run_triton),
+    Implementation("cute", availability.cute_unavailable, hopper_unsupported, _run_hopper),
 ]

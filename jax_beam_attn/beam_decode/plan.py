@@ -48,29 +48,25 @@ class BeamDecodePlan:
             checks.one_of(f"plan.{name}", getattr(self, name), (None, *allowed))
 
 
-@dataclasses.dataclass(frozen=True)
-class TritonPlan:
-    """A complete plan of the Triton kernels.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotPlan:
+    """How contexts are cut into slots, the same for all kernels.
 
     Attributes:
-        chunk: Context tokens of a slot, a multiple of block_n.
         num_splits: Slots of the longest possible context.
+        chunk: Context tokens of a slot, a multiple of block_n.
         ragged: Whether slots are dealt by the samples' lengths.
         total: Context tokens of all samples together, at most.
-        use_tma: Whether tiles of K and V come by the tensor memory accelerator.
+        block_m, block_n, num_stages: As in `BeamDecodePlan`.
     """
 
-    pipeline: str
     num_splits: int
     chunk: int
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    blocks_per_sm: int
     ragged: bool
     total: int
-    use_tma: bool
+    block_m: int
+    block_n: int
+    num_stages: int
 
     def slots(self, batch: int) -> int:
         """Slots of the whole batch: every sample has one for each chunk begun, at least one."""
@@ -79,6 +75,21 @@ class TritonPlan:
         if self.ragged:
             return min(batch * self.num_splits, self.total // self.chunk + batch)
         return batch * self.num_splits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonPlan(SlotPlan):
+    """A complete plan of the Triton kernels.
+
+    Attributes:
+        use_tma: Whether tiles of K and V come by the tensor memory accelerator.
+        pipeline, num_warps, blocks_per_sm: As in `BeamDecodePlan`.
+    """
+
+    pipeline: str
+    num_warps: int
+    blocks_per_sm: int
+    use_tma: bool
 
     def of_beam_part(self) -> TritonPlan:
         """The launch of the beam part alone: small tiles, so that many gathers are in flight."""
@@ -107,9 +118,8 @@ def resolve_triton(operands, call) -> TritonPlan:
     """
     given = call.plan or BeamDecodePlan()
     q, k = operands["q"], operands["k_context"]
-    batch, width, heads, head_dim = q.shape
-    kv_heads = k.shape[-2]
-    rows = width * heads // kv_heads
+    _, width, heads, head_dim = q.shape
+    rows = width * heads // k.shape[-2]
     # What a tile costs in registers and shared memory, in units of 128 elements of 16 bits.
     weight = -(-head_dim // 128) * q.dtype.itemsize // 2
 
@@ -134,31 +144,95 @@ def resolve_triton(operands, call) -> TritonPlan:
         num_stages -= 1
     num_stages = given.num_stages or num_stages
 
-    ragged = "seqused" in operands or "cu_seqlens" in operands
-    mean = max(1, call.static.total // max(batch, 1))
-    blocks = -(-rows // block_m) * kv_heads * batch
-    splits = given.num_splits
-    if splits is None:
-        # As many as fill the GPU once, with at least two tiles each; of the mean length, so that
-        # the ragged have more.
-        fill = blocks_per_sm * call.target.num_sms // max(blocks, 1)
-        splits = max(1, min(fill, mean // (2 * block_n)))
-        splits = max(1, splits * call.static.capacity // mean)
-    chunk = max(1, -(-call.static.capacity // (splits * block_n))) * block_n
-    num_splits = max(1, -(-call.static.capacity // chunk))
     return TritonPlan(
+        **_slots(operands, call, block_m, block_n, blocks_per_sm),
         pipeline=given.pipeline or "fused",
-        num_splits=num_splits,
-        chunk=chunk,
         block_m=block_m,
         block_n=block_n,
         num_warps=num_warps,
         num_stages=num_stages,
         blocks_per_sm=blocks_per_sm,
-        ragged=ragged and num_splits > 1,
-        total=call.static.total,
         use_tma=call.target.compute_capability >= 90 and q.dtype.itemsize == 2,
     )
+
+
+def _slots(operands, call, block_m: int, block_n: int, blocks_per_sm: int) -> dict:
+    """The cut into slots that fills the GPU: `SlotPlan`'s fields that depend on it."""
+    q, k = operands["q"], operands["k_context"]
+    batch, width, heads, _ = q.shape
+    kv_heads = k.shape[-2]
+    mean = max(1, call.static.total // max(batch, 1))
+    splits = call.plan.num_splits if call.plan else None
+    if splits is None:
+        # As many as fill the GPU once, with at least two tiles each; of the mean length, so that
+        # the ragged have more.
+        blocks = -(-width * heads // kv_heads // block_m) * kv_heads * batch
+        fill = blocks_per_sm * call.target.num_sms // max(blocks, 1)
+        splits = max(1, min(fill, mean // (2 * block_n)))
+        splits = max(1, splits * call.static.capacity // mean)
+    chunk = max(1, -(-call.static.capacity // (splits * block_n))) * block_n
+    num_splits = max(1, -(-call.static.capacity // chunk))
+    ragged = "seqused" in operands or "cu_seqlens" in operands
+    return {
+        "num_splits": num_splits,
+        "chunk": chunk,
+        "ragged": ragged and num_splits > 1,
+        "total": call.static.total,
+    }
+
+
+def resolve_hopper(operands, call) -> SlotPlan:
+    """Fills in what the caller's plan leaves open, for the Hopper kernel.
+
+    Args:
+        operands: Avals by name, see `op.py`.
+        call: The call with its plan and target.
+    """
+    given = call.plan or BeamDecodePlan()
+    q, k = operands["q"], operands["k_context"]
+    rows = q.shape[1] * q.shape[2] // k.shape[-2]
+    head_dim = q.shape[3]
+    block_m = given.block_m or (128 if rows > 64 else 64)
+    block_n = given.block_n or (128 if block_m == 128 and head_dim <= 128 else 64)
+    if "block_tables" in operands and given.block_n is None and k.shape[1] % block_n:
+        block_n = 64
+    num_stages = given.num_stages
+    if num_stages is None:
+        num_stages = max(1, hopper_stages(block_m, block_n, head_dim, call.target))
+    return SlotPlan(
+        **_slots(operands, call, block_m, block_n, 1),
+        block_m=block_m,
+        block_n=block_n,
+        num_stages=num_stages,
+    )
+
+
+def hopper_unsupported(operands, call) -> str | None:
+    """The reason why the Hopper kernel does not serve a call, or None."""
+    q, k = operands["q"], operands["k_context"]
+    if q.dtype.itemsize != 2:
+        return f"the Hopper kernel is for bf16 and fp16, q is {q.dtype}"
+    if call.plan and call.plan.pipeline == "3kernel":
+        return "plan.pipeline='3kernel' is served by the Triton kernels"
+    plan = resolve_hopper(operands, call)
+    if plan.block_m not in (64, 128) or plan.block_n not in (64, 128):
+        return (
+            f"the Hopper kernel's tiles are 64 or 128 x 64 or 128, the plan's are "
+            f"{plan.block_m} x {plan.block_n}"
+        )
+    if "block_tables" in operands and k.shape[1] % plan.block_n:
+        return f"page_size {k.shape[1]} is no multiple of the tile's {plan.block_n} tokens"
+    fitting = hopper_stages(plan.block_m, plan.block_n, q.shape[3], call.target)
+    if plan.num_stages > fitting:
+        return f"plan.num_stages={plan.num_stages}, and shared memory has room for {fitting}"
+    return None
+
+
+def hopper_stages(block_m: int, block_n: int, head_dim: int, target) -> int:
+    """Tiles of K and V that fit beside the queries, and a word for each of their rows."""
+    columns = -(-head_dim // 64) * 64
+    room = target.block_shared_bytes - block_m * columns * 2 - 512  # 512: barriers
+    return min(8, room // (block_n * (2 * columns * 2 + 4)))
 
 
 def triton_unsupported(operands, call) -> str | None:
