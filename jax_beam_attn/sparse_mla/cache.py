@@ -30,7 +30,7 @@ VALUE_DIM = 512  # the values are the first 512 dimensions of the key
 ROPE_DIM = 64
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 1e-4
-_NAN = 0x7FC00000  # the bits of the one that is written
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits of f32, of the one NaN that is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -
     num_blocks, page_size = kv.shape[:2]
     if block_bytes is not None:
         _check_block_bytes(layout, page_size, block_bytes)
-    kv = _forward_only("pack_mla_cache", kv)
+    kv = _forward_only("pack_mla_cache", jnp.asarray(kv))
     rows, scales = quantize(kv.reshape(num_blocks, page_size, layout.head_dim), layout)
     parts = (part.reshape(num_blocks, page_size * part.shape[-1]) for part in (rows, scales))
     blocks = jnp.concatenate([*parts], axis=1)
@@ -297,15 +297,16 @@ def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
     """Keys [..., Dqk] as rows uint8 [..., row_bytes] and scales uint8 [..., scale_bytes].
 
     The same bytes on every platform and from csrc/mla_format.h: what platforms do not agree on, the
-    rounding of a quotient and conversions of NaN and subnormals, is spelled out.
+    rounding of a quotient, the maximum of NaN and conversions of NaN and subnormals, is spelled
+    out.
     """
     lead = kv.shape[:-1]
     values = kv[..., : layout.quantized_dim].astype(jnp.float32)
     values = values.reshape(*lead, layout.num_groups, layout.group)
-    amax = jnp.maximum(jnp.max(jnp.abs(values), axis=-1), _SMALLEST_AMAX)
-    scale = amax * jnp.float32(1 / _E4M3_MAX)
+    amax = jnp.maximum(jnp.max(_size_bits(values), axis=-1), _bits(_SMALLEST_AMAX))
+    scale = jax.lax.bitcast_convert_type(amax, jnp.float32) * jnp.float32(1 / _E4M3_MAX)
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    bits = jnp.where(jnp.isnan(scale), jnp.uint32(_NAN), bits)
+    bits = jnp.where(amax > _INFINITY, jnp.uint32(_NAN), bits)
     scales = jnp.zeros((*lead, 0), jnp.uint8)
     if layout is MODEL1:
         exponent = (bits + 0x7FFFFF) >> 23  # rounded up unless the mantissa is 0
@@ -334,22 +335,28 @@ def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _e4m3(x: jax.Array) -> jax.Array:
     """The nearest e4m3, ties to even, as uint8; saturates, and NaN is 0x7f."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    size = jnp.minimum(bits & 0x7FFFFFFF, _bits(_E4M3_MAX))
+    nan = _size_bits(x) > _INFINITY
+    size = jnp.minimum(_size_bits(x), _bits(_E4M3_MAX))
     # Three bits of mantissa are left, and the exponent's bias goes from 127 to 7.
     normal = _round_away_bits(size, 20) - (120 << 3)
     # Subnormals count steps of 2**-9, which is the last bit of a float from 2**14 on.
     steps = jax.lax.bitcast_convert_type(size, jnp.float32) + 2.0**14
     subnormal = jax.lax.bitcast_convert_type(steps, jnp.uint32) - _bits(2.0**14)
-    code = jnp.where(size < _bits(2.0**-6), subnormal, normal) | (bits >> 24 & 0x80)
-    return jnp.where(jnp.isnan(x), 0x7F, code).astype(jnp.uint8)
+    code = jnp.where(size < _bits(2.0**-6), subnormal, normal)
+    sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 24 & 0x80
+    return jnp.where(nan, 0x7F, code | sign).astype(jnp.uint8)
 
 
 def _bf16(x: jax.Array) -> jax.Array:
     """The nearest bf16, ties to even, as uint16; NaN is 0x7fc0."""
     x = x.astype(jnp.float32)
     bits = _round_away_bits(jax.lax.bitcast_convert_type(x, jnp.uint32), 16)
-    return jnp.where(jnp.isnan(x), _NAN >> 16, bits).astype(jnp.uint16)
+    return jnp.where(_size_bits(x) > _INFINITY, _NAN >> 16, bits).astype(jnp.uint16)
+
+
+def _size_bits(x: jax.Array) -> jax.Array:
+    """The bits of |x|: as integers in the order of the numbers, NaN above infinity."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
 
 
 def _round_away_bits(bits: jax.Array, count: int) -> jax.Array:
