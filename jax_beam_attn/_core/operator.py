@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_beam_attn._core import checks, jax_compat
 from jax_beam_attn._core.handler import NATIVE, Handler
-from jax_beam_attn._core.target import GpuTarget, given_target, lowering_target
+from jax_beam_attn._core.target import GpuTarget, given_target, gpu_target, lowering_target
 
 Operands = dict[str, Any]  # arrays or avals by name; an absent optional operand has no entry
 
@@ -239,7 +239,8 @@ class Operator:
                 if chosen is not None:
 
                     def run(*arrays):
-                        return tuple(chosen.run(_by_name(names, arrays), call))
+                        with gpu_target(target):  # operators that it calls are for the same GPU
+                            return tuple(chosen.run(_by_name(names, arrays), call))
 
             elif implementation is not None:
                 raise ValueError(f"{self.name}: implementation={implementation!r} {_NO_TARGET}")

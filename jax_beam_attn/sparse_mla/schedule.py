@@ -213,24 +213,25 @@ def _outputs(operands, static: ScheduleStatic):
     )
 
 
-def _schedule_native(operands, static: ScheduleStatic):
+def _schedule_native(operands, static: ScheduleStatic) -> tuple[jax.Array, ...]:
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in _outputs(operands, static)]
+    problems = results[0].shape[0]
+
     def flat(name):
         """Lengths of all problems in one form; without elements where there are none."""
-        lengths = operands.get(name)
-        problems = begin.shape[0]
-        if lengths is None:
+        if name not in operands:
             return jnp.zeros((problems, 0), jnp.int32)
-        return lengths.reshape(problems, math.prod(lengths.shape[1:]))
+        return operands[name].reshape(problems, math.prod(operands[name].shape[1:]))
 
-    begin, first_slot = (
-        jax.ShapeDtypeStruct(each.shape, each.dtype) for each in _outputs(operands, static)
-    )
-    return jax.ffi.ffi_call(native.MLA_SCHEDULE, (begin, first_slot))(
-        flat("topk_length"),
-        flat("extra_topk_length"),
-        seqlen_q=np.int64(static.seqlen_q),
-        topk=np.int64(static.topk),
-        extra_topk=np.int64(static.extra_topk),
+    call = jax.ffi.ffi_call(native.MLA_SCHEDULE, results)
+    return tuple(
+        call(
+            flat("topk_length"),
+            flat("extra_topk_length"),
+            seqlen_q=np.int64(static.seqlen_q),
+            topk=np.int64(static.topk),
+            extra_topk=np.int64(static.extra_topk),
+        )
     )
 
 

@@ -21,6 +21,7 @@ from jax_beam_attn import (
     pack_mla_cache,
 )
 from jax_beam_attn._core import native
+from jax_beam_attn._core.operator import Implementation, Operator, Output
 from jax_beam_attn.sparse_mla.cache import FORMATS, AppendStatic, append
 from jax_beam_attn.sparse_mla.schedule import ScheduleStatic, schedule
 from tests.sparse_mla.oracle import BF16, E4M3, HEAD_DIM, TOKEN_BYTES
@@ -206,6 +207,32 @@ def test_exported_for_a_gpu_it_is_native(built, function, argument, name):
     with gpu_target(GpuTarget("V100", 70, 80, 2**22)):
         old = jax.export.export(jax.jit(function), platforms=["cuda"])(argument)
     assert name not in old.mlir_module()
+
+
+def test_a_kernel_may_call_an_operator_for_its_own_gpu(built):
+    """The target is the kernel's also where the program is lowered after it was traced."""
+    built("cuda")
+    static = ScheduleStatic(2, 1, 640, 0, 3)
+    outer = Operator(
+        "outer",
+        reference=lambda operands, _: (operands["x"],),
+        outputs=lambda operands, _: (Output((1, 3), jnp.int32),),
+        fold=lambda *_: pytest.fail("no vmap here"),
+        empty=lambda *_: False,
+        cost=lambda *_: {"flops": 0, "bytes_accessed": 0},
+        instead="nothing",
+    )
+    outer.implementations = [
+        Implementation(
+            "triton",
+            unavailable=lambda target: None,
+            unsupported=lambda operands, call: None,
+            run=lambda operands, call: (schedule({"topk_length": operands["x"]}, static)[1],),
+        )
+    ]
+    with gpu_target("a100"):
+        traced = jax.jit(lambda x: outer({"x": x}, None)).trace(np.zeros((1, 2), np.int32))
+    assert native.MLA_SCHEDULE in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_another_process_runs_an_exported_native_call(tmp_path):
