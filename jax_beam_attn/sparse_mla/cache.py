@@ -160,8 +160,8 @@ def append_mla_cache(
         cache: [num_blocks, page_size, 1, 656 or 584] or padded [num_blocks, block_bytes], one byte
             an element; or bf16 [num_blocks, page_size, 1, Dqk].
         kv: [N, Dqk], f32 or bf16.
-        slot_mapping: int [N]; a slot outside the cache, -1 say, writes nothing. Which of two equal
-            slots wins is not specified.
+        slot_mapping: int [N]; a slot outside the cache, -1 say, writes nothing. What is written
+            where two are equal is not specified.
         format: "v32", "model1" or "bf16".
         page_size: Tokens of a padded block.
 
