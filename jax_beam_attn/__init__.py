@@ -1,6 +1,6 @@
 """Decode attention for JAX on NVIDIA GPUs."""
 
-from jax_beam_attn._core.export import export_disabled_checks
+from jax_beam_attn._core.export import export_disabled_checks, register_native_handlers
 from jax_beam_attn._core.merge import merge_splits
 from jax_beam_attn._core.splits import num_splits_heuristic
 from jax_beam_attn._core.target import GpuTarget, gpu_target
@@ -26,6 +26,7 @@ __all__ = [
     "mla_schedule",
     "num_splits_heuristic",
     "pack_mla_cache",
+    "register_native_handlers",
     "sparse_mla_decode",
     "unpack_mla_cache",
 ]

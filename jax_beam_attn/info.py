@@ -8,11 +8,13 @@ import sys
 import jax
 
 from jax_beam_attn._core import native
-from jax_beam_attn._core.operator import REFERENCE
+from jax_beam_attn._core.handler import NATIVE
+from jax_beam_attn._core.operator import REFERENCE, Implementation, Operator
 from jax_beam_attn._core.target import device_target
 from jax_beam_attn.beam_decode.op import beam_decode
 from jax_beam_attn.sparse_mla.cache import append
 from jax_beam_attn.sparse_mla.op import sparse_mla
+from jax_beam_attn.sparse_mla.schedule import schedule
 
 _PACKAGES = (
     "jax-beam-attn",
@@ -23,7 +25,7 @@ _PACKAGES = (
     "triton",
     "nvidia-cutlass-dsl",
 )
-_OPERATORS = (beam_decode, sparse_mla, append)
+_OPERATORS = (beam_decode, sparse_mla, schedule, append)
 
 
 def main() -> None:
@@ -48,10 +50,17 @@ def report() -> list[str]:
     for operator in _OPERATORS:
         lines += ["", operator.name]
         for each in operator.implementations:
-            reason = each.unavailable(device_target(gpus[0])) if gpus else "no CUDA GPU here"
-            lines.append(f"  {each.name}: {reason or 'available'}")
+            lines.append(f"  {each.name}: {_unavailable(operator, each, gpus) or 'available'}")
         lines.append(f"  {REFERENCE}: available")
     return lines
+
+
+def _unavailable(operator: Operator, implementation: Implementation, gpus: list) -> str | None:
+    if gpus:
+        return implementation.unavailable(device_target(gpus[0]))
+    if operator.handler is not None and implementation.name == NATIVE:
+        return operator.handler.unavailable("cpu")
+    return "no CUDA GPU here"
 
 
 def _version(package: str) -> str:

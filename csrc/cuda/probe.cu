@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "abi.h"
+#include "cuda/launch.h"
 
 namespace jax_beam_attn {
 namespace {
@@ -23,11 +24,7 @@ xla::ffi::Error Probe(cudaStream_t stream, Vector x, xla::ffi::Result<Vector> y)
   constexpr int64_t kThreads = 256, kMaxBlocks = 1024;
   const auto blocks = static_cast<unsigned>(std::min((n + kThreads - 1) / kThreads, kMaxBlocks));
   AddAbiVersion<<<blocks, kThreads, 0, stream>>>(x.typed_data(), y->typed_data(), n);
-  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) {
-    return xla::ffi::Error::Internal(std::string("jax_beam_attn_probe: ") +
-                                     cudaGetErrorString(status));
-  }
-  return xla::ffi::Error::Success();
+  return LaunchStatus("jax_beam_attn_probe");
 }
 
 }  // namespace

@@ -68,3 +68,8 @@ def lower_function(ctx: mlir.LoweringRuleContext, function: Any, args: Sequence[
 def lowering_devices(ctx: mlir.LoweringRuleContext) -> tuple[Any, ...]:
     """The devices a program is being lowered for; empty when it is exported for an absent one."""
     return tuple(getattr(ctx.module_context.axis_context, "device_assignment", None) or ())
+
+
+def lowering_for_export(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the program being lowered is for `jax.export`."""
+    return ctx.module_context.lowering_parameters.for_export

@@ -18,6 +18,11 @@ Part = Literal["cpu", "cuda"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
+# Those that operators call, by the names of their symbols and FFI targets.
+APPEND_MLA = "jax_beam_attn_append_mla"
+MLA_SCHEDULE = "jax_beam_attn_mla_schedule"
+HANDLERS = (APPEND_MLA, MLA_SCHEDULE)
+
 # The contract with the libraries; csrc/abi.h holds the same number.
 ABI_VERSION = 1
 

@@ -1,9 +1,10 @@
 """The machinery of every operator: one JAX primitive with a reference and kernels behind it.
 
 An operator is a primitive of its own. Its default lowering is the `jnp` reference, its `cuda`
-lowering picks one of the registered kernel implementations when the target GPU is known. So the
-choice is made once per compiled program, for the platform it is compiled for, and an exported
-program carries the right code for each platform.
+lowering picks one of the registered kernel implementations when the target GPU is known, and its
+`cpu` lowering takes the native handler of the few operators that have one. So the choice is made
+once per compiled program, for the platform it is compiled for, and an exported program carries the
+right code for each platform.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from jax_beam_attn._core import checks, jax_compat
-from jax_beam_attn._core.target import GpuTarget, given_target, lowering_target
+from jax_beam_attn._core.handler import NATIVE, Handler
+from jax_beam_attn._core.target import GpuTarget, given_target, gpu_target, lowering_target
 
 Operands = dict[str, Any]  # arrays or avals by name; an absent optional operand has no entry
 
@@ -48,7 +50,7 @@ class Implementation:
     """A kernel implementation of an operator.
 
     Attributes:
-        name: `"triton"` or `"cute"`.
+        name: `"triton"`, `"cute"` or `"native"`.
         unavailable: Target to the reason why it cannot be used for it in this installation, or
             None.
         unsupported: `(operand avals, call)` to the reason why it cannot serve the call, or None.
@@ -84,6 +86,7 @@ class Operator:
             no kernel is launched.
         cost: `(operand avals, static)` to a dict of `flops` and `bytes_accessed`.
         instead: What to use where gradients are needed, for the error message.
+        handler: Native code that serves every call, on CPUs and GPUs.
     """
 
     def __init__(
@@ -96,9 +99,13 @@ class Operator:
         empty: Callable[[Operands, Any], bool],
         cost: Callable[[Operands, Any], Mapping[str, int]],
         instead: str,
+        handler: Handler | None = None,
     ):
         self.name = name
+        self.handler = handler
         self.implementations: list[Implementation] = []  # best first
+        if handler is not None:
+            self.implementations.append(_on_gpu(handler))
         self._reference = reference
         self._outputs = outputs
         self._fold = fold
@@ -108,6 +115,7 @@ class Operator:
         self._primitive = jax_compat.make_primitive(name)
         self._primitive.def_abstract_eval(self._abstract_eval)
         mlir.register_lowering(self._primitive, self._lower_reference)
+        mlir.register_lowering(self._primitive, self._lower_cpu, platform="cpu")
         mlir.register_lowering(self._primitive, self._lower_cuda, platform="cuda")
         batching.primitive_batchers[self._primitive] = self._batch
         ad.primitive_jvps[self._primitive] = self._refuse_gradient
@@ -159,10 +167,11 @@ class Operator:
             if reason is None:
                 return each
             if implementation is not None:
-                raise ValueError(
-                    f"{self.name}: implementation={each.name!r} cannot serve this call: {reason}"
-                )
+                raise ValueError(self._cannot_serve(each.name, reason))
         return None
+
+    def _cannot_serve(self, implementation: str, reason: str) -> str:
+        return f"{self.name}: implementation={implementation!r} cannot serve this call: {reason}"
 
     def _abstract_eval(self, *avals, names, static, **_):
         sharded = [n for n, a in zip(names, avals, strict=True) if any(a.sharding.spec)]
@@ -172,12 +181,12 @@ class Operator:
                 "blocks: call the operator inside jax.shard_map"
             )
         jax_compat.check_varying_axes(self.name, avals)
-        outputs = self._outputs(dict(zip(names, avals, strict=True)), static)
+        outputs = self._outputs(_by_name(names, avals), static)
         return [jax_compat.update_aval(avals[0], each.shape, each.dtype) for each in outputs]
 
     def _reference_outputs(self, names, static, *args):
         """The reference, or constants where there is nothing to compute."""
-        operands = dict(zip(names, args, strict=True))
+        operands = _by_name(names, args)
         outputs = self._outputs(operands, static)
         if self._is_trivial(operands, outputs, static):
             return tuple(jnp.full(each.shape, each.empty, each.dtype) for each in outputs)
@@ -185,6 +194,10 @@ class Operator:
 
     def _is_trivial(self, operands: Operands, outputs: Sequence[Output], static: Any) -> bool:
         return any(0 in each.shape for each in outputs) or self._empty(operands, static)
+
+    def _is_trivial_call(self, ctx, names, static) -> bool:
+        avals = _by_name(names, map(jax_compat.plain_aval, ctx.avals_in))
+        return self._is_trivial(avals, self._outputs(avals, static), static)
 
     def _lower_reference(self, ctx, *args, names, static, implementation, **_):
         if implementation not in (None, REFERENCE):
@@ -196,19 +209,38 @@ class Operator:
         run = functools.partial(self._reference_outputs, names, static)
         return jax_compat.lower_function(ctx, run, args)
 
+    def _lower_cpu(self, ctx, *args, names, static, implementation, **params):
+        """By the handler, if there is one; but an exported program is to run without it, too."""
+        handler = self.handler
+        wanted = implementation == NATIVE or (
+            implementation is None and not jax_compat.lowering_for_export(ctx)
+        )
+        if handler is not None and wanted and not self._is_trivial_call(ctx, names, static):
+            reason = handler.unavailable("cpu")
+            if reason is None:
+                return jax_compat.lower_function(
+                    ctx, lambda *arrays: handler.run(_by_name(names, arrays), static), args
+                )
+            if implementation == NATIVE:
+                raise ValueError(self._cannot_serve(NATIVE, reason))
+        rest = params | {"names": names, "static": static}
+        implementation = None if wanted else implementation
+        return self._lower_reference(ctx, *args, implementation=implementation, **rest)
+
     def _lower_cuda(self, ctx, *args, names, static, implementation, plan, given):
         run = functools.partial(self._reference_outputs, names, static)
-        avals = dict(zip(names, map(jax_compat.plain_aval, ctx.avals_in), strict=True))
-        trivial = self._is_trivial(avals, self._outputs(avals, static), static)
+        trivial = self._is_trivial_call(ctx, names, static)
         if implementation != REFERENCE and not trivial and self.implementations:
             target = given or lowering_target(ctx)
             if target is not None:
+                avals = _by_name(names, map(jax_compat.plain_aval, ctx.avals_in))
                 call = Call(static, plan, target, self._cost(avals, static))
                 chosen = self.select(implementation, avals, call)
                 if chosen is not None:
 
                     def run(*arrays):
-                        return tuple(chosen.run(dict(zip(names, arrays, strict=True)), call))
+                        with gpu_target(target):  # operators that it calls are for the same GPU
+                            return tuple(chosen.run(_by_name(names, arrays), call))
 
             elif implementation is not None:
                 raise ValueError(f"{self.name}: implementation={implementation!r} {_NO_TARGET}")
@@ -246,6 +278,19 @@ class Operator:
             f"Where a gradient is needed, use {self._instead}, or wrap the operands in "
             "jax.lax.stop_gradient"
         )
+
+
+def _by_name(names: Sequence[str], values: Iterable[Any]) -> Operands:
+    return dict(zip(names, values, strict=True))
+
+
+def _on_gpu(handler: Handler) -> Implementation:
+    return Implementation(
+        NATIVE,
+        unavailable=lambda target: handler.unavailable_on_gpu(target.compute_capability),
+        unsupported=lambda operands, call: None,
+        run=lambda operands, call: handler.run(operands, call.static),
+    )
 
 
 _NO_TARGET = (

@@ -20,14 +20,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_beam_attn._core import checks, folding
+from jax_beam_attn._core import checks, folding, native
+from jax_beam_attn._core.handler import Handler
 from jax_beam_attn._core.operator import Operator, Output
 
 VALUE_DIM = 512  # the values are the first 512 dimensions of the key
 ROPE_DIM = 64
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 1e-4
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits of f32, of the one NaN that is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,8 @@ def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -
     """Quantises keys into a new cache.
 
     Each group's scale is max(|x|, 1e-4) / 448, for model1 rounded up to a power of two (an exact
-    power stays); the rope is kept in bf16.
+    power stays); the rope is kept in bf16. Rounding is to nearest, ties to even. An infinity or NaN
+    makes NaN of its whole group; every NaN is written as the same one.
 
     Args:
         kv: [num_blocks, page_size, 1, Dqk], f32 or bf16; Dqk 576 (v32) or 512 (model1).
@@ -104,7 +108,7 @@ def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -
     num_blocks, page_size = kv.shape[:2]
     if block_bytes is not None:
         _check_block_bytes(layout, page_size, block_bytes)
-    kv = _forward_only("pack_mla_cache", kv)
+    kv = _forward_only("pack_mla_cache", jnp.asarray(kv))
     rows, scales = quantize(kv.reshape(num_blocks, page_size, layout.head_dim), layout)
     parts = (part.reshape(num_blocks, page_size * part.shape[-1]) for part in (rows, scales))
     blocks = jnp.concatenate([*parts], axis=1)
@@ -156,8 +160,8 @@ def append_mla_cache(
         cache: [num_blocks, page_size, 1, 656 or 584] or padded [num_blocks, block_bytes], one byte
             an element; or bf16 [num_blocks, page_size, 1, Dqk].
         kv: [N, Dqk], f32 or bf16.
-        slot_mapping: int [N]; a slot outside the cache, -1 say, writes nothing. Which of two equal
-            slots wins is not specified.
+        slot_mapping: int [N]; a slot outside the cache, -1 say, writes nothing. What is written
+            where two are equal is not specified.
         format: "v32", "model1" or "bf16".
         page_size: Tokens of a padded block.
 
@@ -290,26 +294,78 @@ def split_blocks(
 
 
 def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
-    """Keys [..., Dqk] as rows uint8 [..., row_bytes] and scales uint8 [..., scale_bytes]."""
+    """Keys [..., Dqk] as rows uint8 [..., row_bytes] and scales uint8 [..., scale_bytes].
+
+    The same bytes on every platform and from csrc/mla_format.h: what platforms do not agree on, the
+    rounding of a quotient, the maximum of NaN and conversions of NaN and subnormals, is spelled
+    out.
+    """
     lead = kv.shape[:-1]
     values = kv[..., : layout.quantized_dim].astype(jnp.float32)
     values = values.reshape(*lead, layout.num_groups, layout.group)
-    amax = jnp.maximum(jnp.max(jnp.abs(values), axis=-1), _SMALLEST_AMAX)
-    scale = amax * jnp.float32(1 / _E4M3_MAX)
+    amax = jnp.maximum(jnp.max(_size_bits(values), axis=-1), _bits(_SMALLEST_AMAX))
+    scale = jax.lax.bitcast_convert_type(amax, jnp.float32) * jnp.float32(1 / _E4M3_MAX)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    bits = jnp.where(amax > _INFINITY, jnp.uint32(_NAN), bits)
     scales = jnp.zeros((*lead, 0), jnp.uint8)
     if layout is MODEL1:
-        bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
         exponent = (bits + 0x7FFFFF) >> 23  # rounded up unless the mantissa is 0
         exponent = jnp.minimum(exponent, 255)  # which stands for NaN
-        scale = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+        bits = exponent << 23
         scales = jnp.pad(exponent.astype(jnp.uint8), [(0, 0)] * len(lead) + [(0, 1)])
-    scaled = jnp.clip(values / scale[..., None], -_E4M3_MAX, _E4M3_MAX)
-    codes = jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
-    rope = _bytes(kv[..., layout.quantized_dim :].astype(jnp.bfloat16))
+    divisor = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    codes = _e4m3(_quotient(values, divisor[..., None]))
+    rope = _bytes(_bf16(kv[..., layout.quantized_dim :]))
     parts = [codes.reshape(*lead, layout.quantized_dim), rope]
     if layout is V32:
-        parts.insert(1, _bytes(scale))
+        parts.insert(1, _bytes(bits))
     return jnp.concatenate(parts, axis=-1), scales
+
+
+def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Divides in f32, rounding to nearest: XLA's own division on GPUs does not.
+
+    Rounding the quotient of two f32 to f64 first changes nothing: 53 >= 2 * 24 + 2 bits. It is not
+    rounded to f32 by conversion, because compilers make a division in f32 of that.
+    """
+    with jax.enable_x64(True):
+        quotient = x.astype(jnp.float64) / y.astype(jnp.float64)
+        return jax.lax.reduce_precision(quotient, 8, 23).astype(jnp.float32)
+
+
+def _e4m3(x: jax.Array) -> jax.Array:
+    """The nearest e4m3, ties to even, as uint8; saturates, and NaN is 0x7f."""
+    nan = _size_bits(x) > _INFINITY
+    size = jnp.minimum(_size_bits(x), _bits(_E4M3_MAX))
+    # Three bits of mantissa are left, and the exponent's bias goes from 127 to 7.
+    normal = _round_away_bits(size, 20) - (120 << 3)
+    # Subnormals count steps of 2**-9, which is the last bit of a float from 2**14 on.
+    steps = jax.lax.bitcast_convert_type(size, jnp.float32) + 2.0**14
+    subnormal = jax.lax.bitcast_convert_type(steps, jnp.uint32) - _bits(2.0**14)
+    code = jnp.where(size < _bits(2.0**-6), subnormal, normal)
+    sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 24 & 0x80
+    return jnp.where(nan, 0x7F, code | sign).astype(jnp.uint8)
+
+
+def _bf16(x: jax.Array) -> jax.Array:
+    """The nearest bf16, ties to even, as uint16; NaN is 0x7fc0."""
+    x = x.astype(jnp.float32)
+    bits = _round_away_bits(jax.lax.bitcast_convert_type(x, jnp.uint32), 16)
+    return jnp.where(_size_bits(x) > _INFINITY, _NAN >> 16, bits).astype(jnp.uint16)
+
+
+def _size_bits(x: jax.Array) -> jax.Array:
+    """The bits of |x|: as integers in the order of the numbers, NaN above infinity."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
+
+
+def _round_away_bits(bits: jax.Array, count: int) -> jax.Array:
+    """The upper bits, rounded to nearest by the lower `count`, ties to even."""
+    return (bits + (1 << (count - 1)) - 1 + (bits >> count & 1)) >> count
+
+
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.uint32))
 
 
 def dequantize(rows: jax.Array, scales: jax.Array, layout: MlaFormat) -> jax.Array:
@@ -363,7 +419,8 @@ def _append_reference(operands, static: AppendStatic):
     block = jnp.where(inside, slots // max(static.page_size, 1), cache.shape[0])
     offset = slots % max(static.page_size, 1)
     if static.format == "bf16":
-        return (cache.at[block, offset, 0].set(kv.astype(cache.dtype), mode="drop"),)
+        tokens = jax.lax.bitcast_convert_type(_bf16(kv), cache.dtype)
+        return (cache.at[block, offset, 0].set(tokens, mode="drop"),)
     if cache.dtype == jnp.float8_e4m3fn:  # which a CPU would scatter as float16
         operands = operands | {"cache": jax.lax.bitcast_convert_type(cache, jnp.uint8)}
         (out,) = _append_reference(operands, static)
@@ -391,6 +448,22 @@ def _write(cache, block, first_byte, data):
     return cache.at[block, byte // token_bytes, 0, byte % token_bytes].set(data, mode="drop")
 
 
+def _append_native(operands, static: AppendStatic):
+    cache = operands["cache"]
+    out = jax.ffi.ffi_call(
+        native.APPEND_MLA,
+        jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        input_output_aliases={0: 0},
+    )(
+        cache,
+        operands["kv"],
+        operands["slots"],
+        format=static.format,
+        page_size=np.int64(static.page_size),
+    )
+    return (out,)
+
+
 def _append_fold(size, operands, mapped, static):
     if "cache" not in mapped:
         raise ValueError(
@@ -414,4 +487,5 @@ append = Operator(
     empty=lambda operands, static: False,
     cost=lambda operands, static: {"flops": 0, "bytes_accessed": 0},
     instead="plain jax.numpy indexing",
+    handler=Handler(native.APPEND_MLA, _append_native),
 )

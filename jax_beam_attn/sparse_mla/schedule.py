@@ -9,15 +9,18 @@ nothing: its last part takes the rest.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_beam_attn._core import checks
+from jax_beam_attn._core import checks, folding, native
+from jax_beam_attn._core.handler import Handler
+from jax_beam_attn._core.operator import Operator, Output
 
 BLOCK = 64  # tokens
 OVERHEAD = 5  # what starting a row costs, in blocks: FlashMLA's estimate for Hopper
@@ -113,13 +116,58 @@ def mla_schedule(
     num_parts = _DEFAULT_PARTS if num_parts is None else num_parts
     checks.at_least_one("num_parts", num_parts)
 
-    shape = (batch, seqlen_q, num_heads, topk, extra_topk)
-    constant = topk_length is None and extra_topk_length is None
-    # XLA does not fold the search within `_cut`, so a constant is made while tracing.
-    with jax.ensure_compile_time_eval() if constant else contextlib.nullcontext():
-        blocks = _blocks("topk_length", topk_length, batch, seqlen_q, topk)
-        blocks += _blocks("extra_topk_length", extra_topk_length, batch, seqlen_q, extra_topk)
-        return MlaSchedule(*_cut(blocks, num_parts), *shape)
+    static = ScheduleStatic(batch, seqlen_q, topk, extra_topk, num_parts)
+    _check_cost(static)
+    lengths = {
+        name: _lengths(name, value, batch, seqlen_q)
+        for name, value in (
+            ("topk_length", topk_length),
+            ("extra_topk_length", extra_topk_length),
+        )
+        if value is not None
+    }
+    if lengths:
+        begin, first_slot = (array.squeeze(0) for array in schedule(lengths, static))
+    else:  # XLA does not fold the search within `_cut`, so a constant is made while tracing
+        with jax.ensure_compile_time_eval():
+            begin, first_slot = _schedule({}, static)
+    return MlaSchedule(begin, first_slot, batch, seqlen_q, num_heads, topk, extra_topk)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleStatic:
+    """Static arguments of `mla_schedule`, as there."""
+
+    batch: int
+    seqlen_q: int
+    topk: int
+    extra_topk: int
+    num_parts: int
+
+
+def _check_cost(static: ScheduleStatic) -> None:
+    """Requires that every position on the line of all rows is an int32."""
+    row = sum(-(-topk // BLOCK) for topk in (static.topk, static.extra_topk)) + OVERHEAD
+    rows = static.batch * static.seqlen_q
+    if max(rows, 1) * row + static.num_parts > jnp.iinfo(jnp.int32).max:
+        raise ValueError(
+            f"topk: got {static.topk} with extra_topk = {static.extra_topk} for {rows} rows in "
+            f"{static.num_parts} parts, expected less than 2**31 blocks of {BLOCK} tokens in all"
+        )
+
+
+def _lengths(name, lengths, batch, seqlen_q) -> jax.Array:
+    """Lengths as i32 [1, B] or [1, B, Sq]: those of one problem."""
+    lengths = checks.int32(name, lengths)
+    checks.shape(name, lengths, (batch,) if lengths.ndim == 1 else (batch, seqlen_q))
+    return lengths[None]
+
+
+def _schedule(lengths, static: ScheduleStatic) -> tuple[jax.Array, jax.Array]:
+    """The schedule of one problem; its lengths have no leading axis."""
+    blocks = _blocks(lengths.get("topk_length"), static, static.topk)
+    blocks += _blocks(lengths.get("extra_topk_length"), static, static.extra_topk)
+    return _cut(blocks, static.num_parts)
 
 
 def _cut(blocks: jax.Array, num_parts: int) -> tuple[jax.Array, jax.Array]:
@@ -147,13 +195,58 @@ def _cut(blocks: jax.Array, num_parts: int) -> tuple[jax.Array, jax.Array]:
     return begin, first_slot
 
 
-def _blocks(name, lengths, batch, seqlen_q, topk) -> jax.Array:
+def _blocks(lengths, static: ScheduleStatic, topk: int) -> jax.Array:
     """Blocks of 64 tokens of every row, i32 [B * Sq]."""
     if lengths is None:
-        lengths = jnp.full((batch, 1), topk, jnp.int32)
-    else:
-        lengths = checks.int32(name, lengths)
-        checks.shape(name, lengths, (batch,) if lengths.ndim == 1 else (batch, seqlen_q))
-        lengths = lengths[:, None] if lengths.ndim == 1 else lengths
-    lengths = jnp.broadcast_to(jnp.clip(lengths, 0, topk), (batch, seqlen_q))
-    return (lengths.reshape(-1) + BLOCK - 1) // BLOCK
+        lengths = jnp.full(static.batch, topk, jnp.int32)
+    lengths = lengths[:, None] if lengths.ndim == 1 else lengths
+    lengths = jnp.broadcast_to(jnp.clip(lengths, 0, topk), (static.batch, static.seqlen_q))
+    return (lengths.reshape(-1) - 1) // BLOCK + 1
+
+
+def _outputs(operands, static: ScheduleStatic):
+    problems = next(iter(operands.values())).shape[0]
+    rows = static.batch * static.seqlen_q
+    return (
+        Output((problems, static.num_parts + 1, 2), jnp.int32),
+        Output((problems, rows + 1), jnp.int32),
+    )
+
+
+def _schedule_native(operands, static: ScheduleStatic) -> tuple[jax.Array, ...]:
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in _outputs(operands, static)]
+    problems = results[0].shape[0]
+
+    def flat(name):
+        """Lengths of all problems in one form; without elements where there are none."""
+        if name not in operands:
+            return jnp.zeros((problems, 0), jnp.int32)
+        return operands[name].reshape(problems, math.prod(operands[name].shape[1:]))
+
+    call = jax.ffi.ffi_call(native.MLA_SCHEDULE, results)
+    return tuple(
+        call(
+            flat("topk_length"),
+            flat("extra_topk_length"),
+            seqlen_q=np.int64(static.seqlen_q),
+            topk=np.int64(static.topk),
+            extra_topk=np.int64(static.extra_topk),
+        )
+    )
+
+
+# Operands: the lengths i32 [G, B] or [G, B, Sq] of G problems, at least one of the two. Each
+# problem has a schedule of its own: vmap adds problems, not rows.
+schedule = Operator(
+    "mla_schedule",
+    reference=lambda operands, static: jax.vmap(lambda each: _schedule(each, static))(operands),
+    outputs=_outputs,
+    fold=lambda size, operands, mapped, static: (
+        {name: folding.batched(each, name in mapped, size) for name, each in operands.items()},
+        static,
+    ),
+    empty=lambda operands, static: False,
+    cost=lambda operands, static: {"flops": 0, "bytes_accessed": 0},
+    instead="nothing: a schedule has no derivative",
+    handler=Handler(native.MLA_SCHEDULE, _schedule_native),
+)

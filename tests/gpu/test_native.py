@@ -17,29 +17,7 @@ from jax_beam_attn._core import native
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PROBE = "jax_beam_attn_probe"
 
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder of freshly built libraries."""
-    if not (shutil.which("nvcc") and shutil.which("cmake")):
-        pytest.skip("no nvcc or no cmake")
-    build, prefix = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("prefix")
-    configure = ["cmake", "-S", CHECKOUT / "csrc", "-B", build, "-DJAX_BEAM_ATTN_CUDA=ON"]
-    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_INSTALL_PREFIX={prefix}"]
-    subprocess.run(configure, check=True)
-    subprocess.run(["cmake", "--build", build, "--parallel"], check=True)
-    subprocess.run(["cmake", "--install", build], check=True)
-    return prefix / "jax_beam_attn" / "_native"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered(built):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_FOLDER", built)
-        patch.setattr(native, "_libraries", {})
-        patch.setattr(native, "_handlers", {})
-        assert native.register(PROBE, "cuda") == native.Availability(True)
-        yield
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def probe(x, size=None):

@@ -23,6 +23,8 @@ def copies_of_size(compiled, size: int) -> list[str]:
         match = _INSTRUCTION.search(line)
         if not match or match[1] not in _BYTES or match[3] in (*_NO_COPY, "fusion", "call"):
             continue
+        if match[3] == "custom-call" and "output_to_operand_aliasing" in line:
+            continue
         count = math.prod(int(n) for n in match[2].split(",") if n)
         if count * _BYTES[match[1]] >= size:
             found.append(line.strip())
