@@ -54,7 +54,8 @@ def run(operands, call):
     slots = plan.slots(batch)
     split = plan.num_splits > 1
     optional = {name: operands[name] for name in _OPTIONAL if name in operands}
-    if split:
+    merged = plan.cluster == 1 and split
+    if merged:
         optional.pop("sink", None)  # counts once, in the merge
     flat = {"scale": (-1,), "cu_seqlens": (-1,), "sink": (-1, heads)}
     optional = {n: x.reshape(flat[n]) if n in flat else x for n, x in optional.items()}
@@ -65,13 +66,15 @@ def run(operands, call):
         stages=plan.num_stages,
         context=static.capacity > 0 and 0 not in operands["k_context"].shape,
         beam=0 not in (*operands["topk_indices"].shape, *operands["k_beam"].shape),
+        shared=operands["topk_indices"].shape[1] != heads,
         split=split,
         ragged=plan.ragged,
+        cluster=plan.cluster,
         soft_cap=static.soft_cap is not None,
         optional=tuple(optional),
     )
     part = jax.ShapeDtypeStruct(
-        (slots, width, heads, head_dim), jnp.float32 if split else q.dtype
+        (slots if merged else batch, width, heads, head_dim), jnp.float32 if merged else q.dtype
     )
     out, lse, first_slot = cute_call(
         kernel,
@@ -99,7 +102,7 @@ def run(operands, call):
         ),
         target=call.target,
     )
-    if not split:
+    if not merged:
         return out, lse
     return merge_slots(
         out,
@@ -129,8 +132,11 @@ class Attend:
         stages: Tiles of K, and of V, in flight.
         context: Whether there is a context.
         beam: Whether there are beam rows.
+        shared: Whether the queries of a KV head that belong to one beam share its ancestors.
         split: Whether slots are chunks of contexts; otherwise a slot is a sample.
         ragged: Whether slots are dealt to samples by their lengths.
+        cluster: Thread blocks of a cluster, which merge the splits of a sample among themselves;
+            1 where splits are merged by another kernel, or there are none.
         soft_cap: Whether logits are capped.
         optional: Names of the optional operands that are there, in their order.
     """
@@ -141,8 +147,10 @@ class Attend:
     stages: int
     context: bool
     beam: bool
+    shared: bool
     split: bool
     ragged: bool
+    cluster: int
     soft_cap: bool
     optional: tuple[str, ...]
 
@@ -169,8 +177,8 @@ class Attend:
         q, k, v, k_beam, v_beam, topk, decode_nums = tensors[:7]
         optional = dict(zip(self.optional, tensors[7:-4]))
         out, lse, first_slot, numbers = tensors[-4:]
-        heads, kv_heads = q.shape[2], k_beam.shape[2]
-        group = heads // kv_heads
+        kv_heads = k_beam.shape[2]
+        group = q.shape[2] // kv_heads
         m_tiles = cute.ceil_div(q.shape[1] * group, self.block_m)
         pool_rows = k.shape[0]
         page_size = Int32(1)
@@ -201,17 +209,23 @@ class Attend:
         load_v, v_tiles = cpasync.make_tiled_tma_atom(
             load, v_rows, cute.slice_(layouts[2], (None, None, 0)), (self.block_d, self.block_n)
         )
-        slots = out.shape[0]
+        # The queries of a unit share their ancestors; 64 queries are of so many units at most.
+        share = group if self.shared else Int32(1)
+        units = cutlass.select_(_ROWS % share == 0, _ROWS // share, (_ROWS - 1) // share + 2)
+        slots = out.shape[0] * self.cluster
         self._kernel(
             load_k, k_tiles, load_v, v_tiles, q, k_beam, v_beam, topk, decode_nums,
             optional.get("seqused"), optional.get("cu_seqlens"), optional.get("block_tables"),
             optional.get("scale"), optional.get("sink"), out, lse, first_slot,
-            pool_rows, page_size, m_tiles,
+            pool_rows, page_size, cute.FastDivmodDivisorV2(m_tiles),
+            cute.FastDivmodDivisorV2(kv_heads), cute.FastDivmodDivisorV2(group),
+            cute.FastDivmodDivisorV2(share), cute.FastDivmodDivisorV2(units),
             numbers.shape[1], numbers.shape[2], numbers.shape[3], numbers.shape[4],
             numbers.shape[5],
         ).launch(
             grid=[m_tiles * kv_heads * slots, 1, 1],
             block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -248,7 +262,11 @@ class Attend:
         first_slot: cute.Tensor,
         pool_rows: Int32,
         page_size: Int32,
-        m_tiles: Int32,
+        m_tiles: cute.FastDivmodDivisorV2,
+        kv_heads: cute.FastDivmodDivisorV2,
+        group: cute.FastDivmodDivisorV2,
+        share: cute.FastDivmodDivisorV2,
+        units: cute.FastDivmodDivisorV2,
         capacity: Int32,
         chunk: Int32,
         splits_per_sample: Int32,
@@ -256,16 +274,14 @@ class Attend:
         cap_bits: Int32,
     ):
         dtype = q.element_type
-        batch, width, heads = q.shape[0], q.shape[1], q.shape[2]
-        kv_heads = k_beam.shape[2]
-        group = heads // kv_heads
+        batch, heads = q.shape[0], q.shape[2]
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()
-        tile = block % m_tiles
-        kv_head = (block // m_tiles) % kv_heads
-        slot = block // (m_tiles * kv_heads)
+        rank = block % self.cluster
+        others, tile = divmod(block // self.cluster, m_tiles)
+        slot, kv_head = divmod(others, kv_heads)
 
         # Shared memory.
         q_layout, k_layout, v_layout = self._shared_layouts(dtype)
@@ -281,6 +297,9 @@ class Attend:
         empty_k = memory.allocate_array(Int64, self.stages)
         empty_v = memory.allocate_array(Int64, self.stages)
         full_beam = memory.allocate_array(Int64, self.stages)
+        of_cluster = self.block_m if self.cluster > 1 else 1
+        part_peak = memory.allocate_tensor(Float32, cute.make_layout(of_cluster))
+        part_total = memory.allocate_tensor(Float32, cute.make_layout(of_cluster))
 
         if warp == 0:
             with cute.arch.elect_one():
@@ -297,7 +316,9 @@ class Attend:
 
         # Which part of which sample.
         sample, split, splits = slot, Int32(0), Int32(1)
-        if const_expr(self.split):
+        if const_expr(self.cluster > 1):
+            split, splits = rank, Int32(self.cluster)
+        elif const_expr(self.split):
             if const_expr(self.ragged):
                 sample, split, splits = self._deal_slot(
                     slot, block, lane, warp, batch, capacity, chunk, pool_rows,
@@ -312,6 +333,9 @@ class Attend:
             low = Int32(0)
             high = length
             if const_expr(self.split):
+                if const_expr(self.cluster > 1):
+                    tiles = (length + self.block_n - 1) // self.block_n
+                    chunk = (tiles + self.cluster - 1) // self.cluster * self.block_n
                 low = split * chunk
                 high = cutlass.min(length, low + chunk)
             num_tiles = Int32(0)
@@ -335,8 +359,7 @@ class Attend:
                 to_log2 = cap * _LOG2E
                 to_cap = softmax_scale / cap
 
-            # The sample's steps are dealt to its splits in turn; a tile of the ring holds the rows
-            # of 64 queries at one step.
+            # The sample's steps are dealt to its splits in turn.
             steps = Int32(0)
             if const_expr(self.beam):
                 steps = cutlass.min(
@@ -358,15 +381,20 @@ class Attend:
                     self._gather_beams(
                         k_beam, v_beam, topk, s_k, s_v, present, full_beam, empty_k, empty_v,
                         thread, tile * self.block_m, num_tiles, sample, split, splits, steps,
-                        kv_head, heads, group,
+                        kv_head, heads, group, share, units,
                     )  # fmt: skip
+                if const_expr(self.cluster > 1):
+                    for _ in cutlass.range_constexpr(2):  # as the consumers do
+                        cute.arch.cluster_arrive()
+                        cute.arch.cluster_wait()
             else:
                 if const_expr(self.warpgroups == 2):
                     cute.arch.setmaxregister_increase(224)
                 self._consume(
-                    q, s_q, s_k, s_v, full_k, full_v, empty_k, empty_v, full_beam, present, out,
-                    lse, sink, thread - _WARPGROUP, tile, slot, sample, kv_head, group, low, high,
-                    num_tiles, steps, page_size, pool_rows, block_tables, sign, to_log2, to_cap,
+                    q, s_q, s_k, s_v, full_k, full_v, empty_k, empty_v, full_beam, present,
+                    part_peak, part_total, out, lse, sink, thread - _WARPGROUP, tile, slot, sample,
+                    rank, kv_head, group, share, units, low, high, num_tiles, steps, page_size,
+                    pool_rows, block_tables, sign, to_log2, to_cap,
                 )  # fmt: skip
 
     @cute.jit
@@ -399,11 +427,11 @@ class Attend:
                 at = self._page_tile(
                     low + at * self.block_n, sample, page_size, pool_rows, block_tables
                 )
-            cute.arch.mbarrier_wait(empty_k + stage, phase)
+            _wait(empty_k + stage, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full_k + stage, bytes_of_tile)
             cute.copy(load_k, from_k[None, at], to_k[None, stage], tma_bar_ptr=full_k + stage)
-            cute.arch.mbarrier_wait(empty_v + stage, phase)
+            _wait(empty_v + stage, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full_v + stage, bytes_of_tile)
             cute.copy(load_v, from_v[None, at], to_v[None, stage], tma_bar_ptr=full_v + stage)
@@ -430,87 +458,140 @@ class Attend:
     @cute.jit
     def _gather_beams(
         self, k_beam, v_beam, topk, s_k, s_v, present, full_beam, empty_k, empty_v, thread,
-        first_row, num_tiles, sample, split, splits, steps, kv_head, heads, group,
+        first_row, num_tiles, sample, split, splits, steps, kv_head, heads, group, share, units,
     ):  # fmt: skip
         """Gathers the tiles of the beam part; all warps of the producer take part.
 
-        Tile e is of step e // warpgroups and of the queries of warpgroup e % warpgroups; each
-        warp copies 16 of its rows.
+        Tile e is for the queries of warpgroup e % warpgroups. It holds the rows of their units at
+        one step, and after them those at the next steps as far as they fit into 64. Each warp
+        copies 16 rows.
         """
         warp = cute.arch.make_warp_uniform(thread // _WARP)
         lane = thread % _WARP
-        vectors = self.block_d // _VECTOR
-        copies = 2 * _ROWS // 4 * vectors // _WARP
+        rows_of_warp = _ROWS // 4
         pool, kv_heads = k_beam.shape[1], k_beam.shape[2]
-        row_base = Int64(sample) * pool
-        k_bytes, v_bytes = s_k.iterator.toint(), s_v.iterator.toint()
+        row_bytes = kv_heads * self.head_dim * 2
         stage_bytes = self.block_n * self.block_d * 2
+        # The lanes of a row: first those that copy 16 bytes of K each, then those of V.
+        vectors = self.block_d // _VECTOR
+        vector, of_k = lane % vectors, lane % (2 * vectors) < vectors
+        tiles = self._beam_tiles(steps, units)
+        stages = (tiles + self.halves - 1) // self.halves
         stage = num_tiles % self.stages
         phase = 1 ^ num_tiles // self.stages % 2
-        tiles = steps * self.warpgroups
+        ancestors = cute.make_rmem_tensor(self.halves, Int32)
+        if warp > 0:
+            # Long before the ring has room for them, the rows are called into the L2 cache.
+            for i in cutlass.range(thread - _WARP, tiles * _ROWS, _WARPGROUP - _WARP, unroll=1):
+                ancestor = self._ancestor(
+                    topk, i // _ROWS, i % _ROWS, first_row, sample, split, splits, steps, kv_head,
+                    heads, group, share, units, pool,
+                )  # fmt: skip
+                if ancestor >= 0:
+                    at = (Int64(sample) * pool + ancestor) * row_bytes
+                    at += kv_head * self.head_dim * 2
+                    for beam_cache in (k_beam, v_beam):
+                        cute.arch.inline_ptx(
+                            "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+                            read_only_args=[
+                                beam_cache.iterator.toint() + at, Int32(self.head_dim * 2)
+                            ],
+                        )
+        self._look_up(
+            ancestors, topk, 0, tiles, first_row, warp, lane, sample, split, splits, steps,
+            kv_head, heads, group, share, units, pool,
+        )  # fmt: skip
         # The phases of the ring are those of this place only after the context.
         cute.arch.barrier(barrier_id=6, number_of_threads=_WARPGROUP)
-        for at in cutlass.range((tiles + self.halves - 1) // self.halves, unroll=1):
-            cute.arch.mbarrier_wait(empty_k + stage, phase)
-            cute.arch.mbarrier_wait(empty_v + stage, phase)
-            for half in cutlass.range_constexpr(self.halves):
-                entry = at * self.halves + half
-                row_of_tile = warp * (_ROWS // 4) + lane % (_ROWS // 4)
-                ancestor = Int32(-1)
-                if entry < tiles:
-                    ancestor = self._ancestor(
-                        topk, first_row + entry % self.warpgroups * _ROWS + row_of_tile,
-                        split + entry // self.warpgroups * splits, sample, kv_head, heads, group,
-                        pool,
-                    )  # fmt: skip
-                if lane < _ROWS // 4:
-                    present[half * _ROWS + row_of_tile, stage] = ancestor
-                for i in cutlass.range_constexpr(copies):
-                    index = i * _WARP + lane
-                    row = index // (2 * vectors)
-                    vector = index % vectors
-                    of_k = index % (2 * vectors) < vectors
-                    source_row = cute.arch.shuffle_sync(ancestor, offset=row)
-                    # Where there is no row, or no column of it, the copy writes zeros.
-                    size = Int32(16)
-                    if source_row < 0 or vector * _VECTOR >= self.head_dim:
-                        size = Int32(0)
-                    offset = (
-                        (row_base + cutlass.max(source_row, 0)) * kv_heads + kv_head
-                    ) * self.head_dim
-                    if size != 0:
-                        offset += vector * _VECTOR
-                    source = k_beam.iterator.toint() if of_k else v_beam.iterator.toint()
-                    to = (k_bytes if of_k else v_bytes) + stage * stage_bytes
-                    to += _swizzled(
-                        half * _ROWS + warp * (_ROWS // 4) + row, vector, self.block_n
-                    )
-                    cute.arch.inline_ptx(
-                        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                        read_only_args=[to, source + offset * 2, size],
-                    )
+        for at in cutlass.range(stages, unroll=1):
+            _wait(empty_k + stage, phase)
+            _wait(empty_v + stage, phase)
+            if lane < rows_of_warp:
+                for half in cutlass.range_constexpr(self.halves):
+                    present[half * _ROWS + warp * rows_of_warp + lane, stage] = ancestors[half]
+            # Passes of 32 lanes over the columns, and over the rows.
+            for first in cutlass.range_constexpr(0, 2 * vectors, _WARP):
+                if const_expr(2 * vectors > _WARP):
+                    vector, of_k = (first + lane) % vectors, first + lane < vectors
+                of_sample = (Int64(sample) * pool * kv_heads + kv_head) * self.head_dim * 2
+                source = k_beam.iterator.toint() if of_k else v_beam.iterator.toint()
+                source += of_sample + vector * 16
+                in_head = vector * _VECTOR < self.head_dim
+                to = s_k.iterator.toint() if of_k else s_v.iterator.toint()
+                to += stage * stage_bytes
+                to += vector // 8 * (self.block_n * 128) + warp * (rows_of_warp * 128)
+                rows_of_pass = max(1, _WARP // (2 * vectors))
+                for half in cutlass.range_constexpr(self.halves):
+                    for row in cutlass.range_constexpr(0, rows_of_warp, rows_of_pass):
+                        mine = row
+                        if const_expr(rows_of_pass > 1):
+                            mine = row + lane // (2 * vectors)
+                        ancestor = cute.arch.shuffle_sync(ancestors[half], offset=mine)
+                        # Where there is no row, or no column of it, the copy writes zeros.
+                        size = Int32(16 if ancestor >= 0 and in_head else 0)
+                        from_row = source + Int64(ancestor if size != 0 else 0) * row_bytes
+                        swizzle = ((vector % 8) ^ (mine % 8)) * 16
+                        cute.arch.inline_ptx(
+                            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                            read_only_args=[
+                                to + (half * _ROWS + mine) * 128 + swizzle, from_row, size
+                            ],
+                        )
             cute.arch.cp_async_mbarrier_arrive_noinc(full_beam + stage)
             cute.arch.mbarrier_arrive(full_beam + stage)
             stage, phase = self._next(stage, phase)
+            self._look_up(
+                ancestors, topk, (at + 1) * self.halves, tiles, first_row, warp, lane, sample,
+                split, splits, steps, kv_head, heads, group, share, units, pool,
+            )  # fmt: skip
 
     @cute.jit
-    def _ancestor(self, topk, packed, step, sample, kv_head, heads, group, pool):
-        """The row of the beam cache that a query attends to at a step, -1 where there is none."""
+    def _beam_tiles(self, steps, units):
+        """Tiles of gathered rows, of all warpgroups."""
+        steps_of_tile = _ROWS // units.divisor
+        return (steps + steps_of_tile - 1) // steps_of_tile * self.warpgroups
+
+    @cute.jit
+    def _look_up(
+        self, ancestors, topk, first_tile, tiles, first_row, warp, lane, sample, split, splits,
+        steps, kv_head, heads, group, share, units, pool,
+    ):  # fmt: skip
+        """The row that a lane copies in each tile of a stage."""
+        for half in cutlass.range_constexpr(self.halves):
+            ancestors[half] = Int32(-1)
+            if first_tile + half < tiles:
+                ancestors[half] = self._ancestor(
+                    topk, first_tile + half, warp * (_ROWS // 4) + lane % (_ROWS // 4), first_row,
+                    sample, split, splits, steps, kv_head, heads, group, share, units, pool,
+                )  # fmt: skip
+
+    @cute.jit
+    def _ancestor(
+        self, topk, tile, row, first_row, sample, split, splits, steps, kv_head, heads, group,
+        share, units, pool,
+    ):  # fmt: skip
+        """Which row of the beam cache belongs into a tile's row, -1 where there is none."""
         index_heads, max_steps, width = topk.shape[1], topk.shape[2], topk.shape[3]
+        step_of_tile, unit = divmod(row, units)
+        steps_of_tile = _ROWS // units.divisor
+        step = tile // self.warpgroups * steps_of_tile + step_of_tile
+        unit += (first_row + tile % self.warpgroups * _ROWS) // share
+        beam, of_group = divmod(unit * share.divisor, group)
         result = Int32(-1)
-        if packed < width * group:
-            head = kv_head * group + packed % group
-            at = (Int64(sample) * index_heads + head * index_heads // heads) * max_steps + step
-            result = (topk.iterator + (at * width + packed // group)).load()
+        if beam < width and step < steps and step_of_tile < steps_of_tile:
+            head = kv_head * group.divisor + of_group
+            at = (Int64(sample) * index_heads + head * index_heads // heads) * max_steps
+            at += split + step * splits
+            result = (topk.iterator + (at * width + beam)).load()
             if result >= pool:
                 result = Int32(-1)
         return result
 
     @cute.jit
     def _consume(
-        self, q, s_q, s_k, s_v, full_k, full_v, empty_k, empty_v, full_beam, present, out, lse,
-        sink, thread, tile, slot, sample, kv_head, group, low, high, num_tiles, steps, page_size,
-        pool_rows, block_tables, sign, to_log2, to_cap,
+        self, q, s_q, s_k, s_v, full_k, full_v, empty_k, empty_v, full_beam, present, part_peak,
+        part_total, out, lse, sink, thread, tile, slot, sample, rank, kv_head, group, share, units,
+        low, high, num_tiles, steps, page_size, pool_rows, block_tables, sign, to_log2, to_cap,
     ):  # fmt: skip
         """A warpgroup's 64 queries: the context loop, the beam part, the stores."""
         dtype = q.element_type
@@ -544,7 +625,7 @@ class Attend:
         stage, phase = Int32(0), Int32(0)
         if num_tiles > 0:
             at = num_tiles - 1
-            cute.arch.mbarrier_wait(full_k + stage, phase)
+            _wait(full_k + stage, phase)
             self._start(qk, scores, q_fragment,
                         k_fragment[None, None, None, stage], False)
             warpgroup.wait_group(0)
@@ -557,7 +638,7 @@ class Attend:
             self._mask(scores, valid, lane)
             self._softmax(scores, peak, total, shrink, to_log2)
             _convert(scores, weights)
-            cute.arch.mbarrier_wait(full_v + stage, phase)
+            _wait(full_v + stage, phase)
             if valid < self.block_n:
                 # A masked row of V may be NaN, and 0 * NaN is NaN.
                 self._zero_rows(s_v, stage, valid, thread + group_index * _WARPGROUP)
@@ -570,12 +651,12 @@ class Attend:
                 at = num_tiles - 2 - i
                 v_stage, v_phase = stage, phase
                 stage, phase = self._next(stage, phase)
-                cute.arch.mbarrier_wait(full_k + stage, phase)
+                _wait(full_k + stage, phase)
                 if const_expr(self.warpgroups == 2):
                     self._take_turn(group_index)
                 self._start(qk, scores, q_fragment,
                             k_fragment[None, None, None, stage], False)
-                cute.arch.mbarrier_wait(full_v + v_stage, v_phase)
+                _wait(full_v + v_stage, v_phase)
                 self._start(pv, acc, weights, v_fragment[None, None, None, v_stage], True)
                 if const_expr(self.warpgroups == 2):
                     self._hand_over(1 - group_index)
@@ -600,7 +681,7 @@ class Attend:
                 if cute.arch.vote_any_sync(shrink[0] != 1.0 or shrink[1] != 1.0):
                     self._scale(acc, shrink)
                 _convert(scores, weights)
-            cute.arch.mbarrier_wait(full_v + stage, phase)
+            _wait(full_v + stage, phase)
             self._start(pv, acc, weights, v_fragment[None, None, None, stage], True)
             if const_expr(self.warpgroups == 2):
                 if group_index == 1:
@@ -611,12 +692,29 @@ class Attend:
         if const_expr(self.beam):
             self._attend_beams(
                 q_fragment, s_k, s_v, full_beam, empty_k, empty_v, present, acc, peak, total,
-                shrink, dtype, thread, group_index, num_tiles, steps, to_log2, to_cap,
+                shrink, dtype, thread, group_index, first_row, num_tiles, steps, share, units,
+                to_log2, to_cap,
             )  # fmt: skip
-        self._finish(
-            acc, peak, total, out, lse, sink, lane, thread // _WARP, first_row, slot, sample,
-            kv_head, group, to_log2,
-        )  # fmt: skip
+        for r in cutlass.range_constexpr(2):
+            for offset in cutlass.range_constexpr(1, 3):
+                total[r] += cute.arch.shuffle_sync_bfly(total[r], offset=offset)
+        if const_expr(self.cluster > 1):
+            cute.arch.barrier(barrier_id=3, number_of_threads=self.warpgroups * _WARPGROUP)
+            warp = group_index * 4 + thread // _WARP
+            self._share_part(acc, peak, total, s_k, part_peak, part_total, lane, warp)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            self._merge_parts(
+                s_k, part_peak, part_total, out, lse, sink, lane, warp, tile * self.block_m,
+                sample, rank, kv_head, group, to_log2,
+            )  # fmt: skip
+            cute.arch.cluster_arrive()  # none may leave while another reads its part
+            cute.arch.cluster_wait()
+        else:
+            self._store(
+                acc, peak, total, out, lse, sink, lane, thread // _WARP, first_row, slot, sample,
+                kv_head, group, to_log2,
+            )  # fmt: skip
 
     def _qk(self, dtype, keys):
         major = cute.nvgpu.OperandMajorMode
@@ -634,29 +732,28 @@ class Attend:
     @cute.jit
     def _attend_beams(
         self, q_fragment, s_k, s_v, full_beam, empty_k, empty_v, present, acc, peak, total, shrink,
-        dtype, thread, group_index, num_tiles, steps, to_log2, to_cap,
+        dtype, thread, group_index, first_row, num_tiles, steps, share, units, to_log2, to_cap,
     ):  # fmt: skip
-        """Attends to one gathered row a query and step: the diagonal of a 64 x 64 tile."""
+        """Attends to the tiles of gathered rows; of a tile, a query sees its own unit's."""
         lane, warp = thread % _WARP, thread // _WARP
         qk, pv = self._qk(dtype, _ROWS), self._pv(dtype)
         qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
         scores = qk_thread.make_fragment_C(qk_thread.partition_shape_C((_ROWS, _ROWS)))
         weights = pv_thread.make_fragment_A(pv_thread.partition_shape_A((_ROWS, _ROWS)))
-        # A row's element on the diagonal is with one of the four threads that share the row.
-        owner = lane // 8
-        odd = lane // 4 % 2
-        stage = num_tiles % self.stages
-        phase = num_tiles // self.stages % 2
-        phase = Int32(0)
-        tiles = steps * self.warpgroups
+        own = [
+            (first_row + warp * 16 + lane // 4 + 8 * r) // share - first_row // share
+            for r in (0, 1)
+        ]
+        stage, phase = num_tiles % self.stages, Int32(0)
+        tiles = self._beam_tiles(steps, units)
         for at in cutlass.range((tiles + self.halves - 1) // self.halves, unroll=1):
             # Each stage's barrier counts from its first gathered tile on.
-            cute.arch.mbarrier_wait(full_beam + stage, at // self.stages % 2)
+            _wait(full_beam + stage, at // self.stages % 2)
             # The copies wrote through the generic proxy, wgmma reads through the other.
             cute.arch.fence_view_async_shared()
             for half in cutlass.range_constexpr(self.halves):
-                entry = at * self.halves + half
-                if entry < tiles and entry % self.warpgroups == group_index:
+                tile = at * self.halves + half
+                if tile < tiles and tile % self.warpgroups == group_index:
                     k_half = cute.local_tile(
                         s_k, (_ROWS, self.block_d, self.stages), (half, 0, 0)
                     )
@@ -669,34 +766,20 @@ class Attend:
                         qk, scores, q_fragment, k_fragment[None, None, None, stage], False
                     )
                     warpgroup.wait_group(0)
-                    weights.fill(0.0)
-                    for r in cutlass.range_constexpr(2):
-                        score = Float32(0.0)
-                        for w in cutlass.range_constexpr(4):
-                            if warp == w:
-                                i = 4 * (2 * w + r) + 2 * r
-                                score = scores[i + 1] if odd == 1 else scores[i]
-                        score = self._capped(
-                            cute.arch.shuffle_sync(score, offset=lane // 4 * 4 + owner), to_cap
-                        )
-                        if present[half * _ROWS + warp * 16 + lane // 4 + 8 * r, stage] < 0:
-                            score = -Float32.inf
-                        new_peak = cute.arch.fmax(peak[r], score)
-                        base = (
-                            Float32(0.0) if new_peak == -Float32.inf else new_peak
-                        ) * to_log2
-                        shrink[r] = _exp2(peak[r] * to_log2 - base)
-                        weight = _exp2(score * to_log2 - base)
-                        if lane % 4 != owner:
-                            weight = Float32(0.0)
-                        total[r] = total[r] * shrink[r] + weight
-                        peak[r] = new_peak
-                        for w in cutlass.range_constexpr(4):
-                            if warp == w:
-                                i = 4 * (2 * w + r) + 2 * r
-                                weights[i] = (Float32(0.0) if odd == 1 else weight).to(dtype)
-                                weights[i + 1] = (weight if odd == 1 else Float32(0.0)).to(dtype)
+                    self._cap_all(scores, to_cap)
+                    for j in cutlass.range_constexpr(_ROWS // 8):
+                        for c in cutlass.range_constexpr(2):
+                            column = 8 * j + 2 * (lane % 4) + c
+                            there = present[half * _ROWS + column, stage] >= 0
+                            unit = column % units
+                            for r in cutlass.range_constexpr(2):
+                                i = 4 * j + 2 * r + c
+                                scores[i] = cutlass.select_(
+                                    there and unit == own[r], scores[i], -Float32.inf
+                                )
+                    self._softmax(scores, peak, total, shrink, to_log2)
                     self._scale(acc, shrink)
+                    _convert(scores, weights)
                     self._start(pv, acc, weights, v_fragment[None, None, None, stage], True)
                     warpgroup.wait_group(0)
             self._release(empty_k + stage, lane)
@@ -736,21 +819,21 @@ class Attend:
         """The warpgroup's queries, packed: row = beam * G + query head of the group."""
         width, heads = q.shape[1], q.shape[2]
         vectors = self.block_d // _VECTOR
+        first = Int64(sample) * width * heads + kv_head * group.divisor
         for i in cutlass.range_constexpr(_ROWS * vectors // _WARPGROUP):
             index = i * _WARPGROUP + thread
-            row, column = index // vectors, (index % vectors) * _VECTOR
-            packed = first_row + row
+            row, vector = index // vectors, index % vectors
+            beam, of_group = divmod(first_row + row, group)
             value = cute.make_rmem_tensor(_VECTOR, q.element_type)
             value.fill(0.0)
-            if packed < width * group and column < self.head_dim:
-                at = (Int64(sample) * width + packed // group) * heads
-                at += kv_head * group + packed % group
+            if beam < width and vector * _VECTOR < self.head_dim:
+                at = first + beam * heads + of_group
                 value.store(
-                    (_vector(q, at, self.head_dim, column).load().to(Float32) * sign).to(
+                    (_vector(q, at, self.head_dim, vector * _VECTOR).load().to(Float32) * sign).to(
                         q.element_type
                     )
                 )
-            to = cute.local_tile(s_q[None, None, group_index], (1, _VECTOR), (row, column // _VECTOR))
+            to = cute.local_tile(s_q[None, None, group_index], (1, _VECTOR), (row, vector))
             cute.autovec_copy(value, cute.group_modes(to, 0, 2))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=4 + group_index, number_of_threads=_WARPGROUP)
@@ -766,10 +849,10 @@ class Attend:
     @cute.jit
     def _mask(self, scores, valid, lane):
         """Keys from `valid` on are out."""
-        for i in cutlass.range_constexpr(cute.size(scores)):
-            column = 8 * (i // 4) + 2 * (lane % 4) + i % 2
-            if column >= valid:
-                scores[i] = -Float32.inf
+        if valid < self.block_n:
+            limit = valid - 2 * (lane % 4)
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                scores[i] = cutlass.select_(limit > 8 * (i // 4) + i % 2, scores[i], -Float32.inf)
 
     @cute.jit
     def _capped(self, score, to_cap):
@@ -831,39 +914,107 @@ class Attend:
             s_v[i % self.block_d, valid + i // self.block_d, stage] = s_v.element_type(0.0)
 
     @cute.jit
-    def _finish(
+    def _store(
         self, acc, peak, total, out, lse, sink, lane, warp, first_row, slot, sample, kv_head,
         group, to_log2,
     ):  # fmt: skip
-        """Normalises and stores."""
+        """Normalises and stores a warpgroup's result."""
         width, heads = out.shape[1], out.shape[2]
         for r in cutlass.range_constexpr(2):
-            for offset in (1, 2):
-                total[r] += cute.arch.shuffle_sync_bfly(total[r], offset=offset)
-            log_total = peak[r] * to_log2 * _LN2 + cute.math.log(total[r])
-            norm = 1.0 / total[r]
-            if total[r] == 0.0:
-                log_total = -Float32.inf
-                norm = Float32(0.0)
-            packed = first_row + warp * 16 + lane // 4 + 8 * r
-            head = kv_head * group + packed % group
-            if packed < width * group:
-                if const_expr(sink is not None):
-                    of_sink = sink[sample if sink.shape[0] > 1 else 0, head]
-                    if norm != 0.0:
-                        norm /= 1.0 + _exp2((of_sink - log_total) * _LOG2E)
-                at = (Int64(slot) * width + packed // group) * heads + head
+            beam, of_group = divmod(first_row + warp * 16 + lane // 4 + 8 * r, group)
+            head = kv_head * group.divisor + of_group
+            if beam < width:
+                norm, log_total = self._norm(peak[r], total[r], sink, sample, head, to_log2)
+                at = (Int64(slot) * width + beam) * heads + head
                 for j in cutlass.range_constexpr(self.head_dim // 8):
                     pair = cute.make_rmem_tensor(2, Float32)
                     for c in cutlass.range_constexpr(2):
                         pair[c] = acc[4 * j + 2 * r + c] * norm
-                    column = 8 * j + 2 * (lane % 4)
-                    to = cute.make_tensor(
-                        out.iterator + cute.assume(at * self.head_dim + column, divby=2),
-                        cute.make_layout(2),
-                    )
-                    to.store(pair.load().to(out.element_type))
+                    _store_pair(out, at * self.head_dim + 8 * j + 2 * (lane % 4), pair)
                 if lane % 4 == 0:
+                    (lse.iterator + at).store(log_total)
+
+    @cute.jit
+    def _norm(self, peak, total, sink, sample, head, to_log2):
+        """What a row is to be multiplied by, and its LSE."""
+        log_total = peak * to_log2 * _LN2 + cute.math.log(total)
+        norm = 1.0 / total
+        if total == 0.0:
+            log_total = -Float32.inf
+            norm = Float32(0.0)
+        if const_expr(sink is not None):
+            of_sink = sink[sample if sink.shape[0] > 1 else 0, head]
+            if norm != 0.0:
+                norm /= 1.0 + _exp2((of_sink - log_total) * _LOG2E)
+        return norm, log_total
+
+    @cute.jit
+    def _share_part(self, acc, peak, total, s_k, part_peak, part_total, lane, warp):
+        """Leaves a warpgroup's result in shared memory, in place of the ring.
+
+        Groups of 8 columns are permuted among neighbouring rows, so that the 4 rows that are
+        written at once meet no bank twice.
+        """
+        for r in cutlass.range_constexpr(2):
+            row = warp * 16 + lane // 4 + 8 * r
+            for j in cutlass.range_constexpr(self.block_d // 8):
+                to = self._part_bytes(row, 8 * j + 2 * (lane % 4))
+                cute.arch.inline_ptx(
+                    "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                    read_only_args=[
+                        s_k.iterator.toint() + to, acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]
+                    ],
+                )
+            if lane % 4 == 0:
+                part_peak[row] = peak[r]
+                part_total[row] = total[r]
+
+    def _part_bytes(self, row, column):
+        return (row * self.block_d + (column ^ ((row % 4) * 8))) * 4
+
+    @cute.jit
+    def _merge_parts(
+        self, s_k, part_peak, part_total, out, lse, sink, lane, warp, first_row, sample, rank,
+        kv_head, group, to_log2,
+    ):  # fmt: skip
+        """Merges the parts of the cluster; each of its thread blocks has every so-manieth row."""
+        width, heads = out.shape[1], out.shape[2]
+        parts = [_of_block(s_k.iterator.toint(), c) for c in range(self.cluster)]
+        peaks = [_of_block(part_peak.iterator.toint(), c) for c in range(self.cluster)]
+        totals = [_of_block(part_total.iterator.toint(), c) for c in range(self.cluster)]
+        for row in cutlass.range(
+            rank + warp * self.cluster,
+            self.block_m,
+            4 * self.warpgroups * self.cluster,
+            unroll=1,
+        ):
+            beam, of_group = divmod(first_row + row, group)
+            head = kv_head * group.divisor + of_group
+            if beam < width:
+                peak_of = [_load_remote(peaks[c] + row * 4, 1)[0] for c in range(self.cluster)]
+                total_of = [_load_remote(totals[c] + row * 4, 1)[0] for c in range(self.cluster)]
+                peak = peak_of[0]
+                for c in cutlass.range_constexpr(1, self.cluster):
+                    peak = cute.arch.fmax(peak, peak_of[c])
+                base = (Float32(0.0) if peak == -Float32.inf else peak) * to_log2
+                total = Float32(0.0)
+                weight = []
+                for c in cutlass.range_constexpr(self.cluster):
+                    weight.append(_exp2(peak_of[c] * to_log2 - base))
+                    total += weight[c] * total_of[c]
+                norm, log_total = self._norm(peak, total, sink, sample, head, to_log2)
+                at = (Int64(sample) * width + beam) * heads + head
+                for j in cutlass.range_constexpr(self.block_d // 64):
+                    column = 64 * j + 2 * lane
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    pair.fill(0.0)
+                    for c in cutlass.range_constexpr(self.cluster):
+                        of_part = _load_remote(parts[c] + self._part_bytes(row, column), 2)
+                        pair[0] += of_part[0] * (weight[c] * norm)
+                        pair[1] += of_part[1] * (weight[c] * norm)
+                    if column < self.head_dim:
+                        _store_pair(out, at * self.head_dim + column, pair)
+                if lane == 0:
                     (lse.iterator + at).store(log_total)
 
     @cute.jit
@@ -935,14 +1086,58 @@ def _convert(scores, weights):
     weights.store(cute.make_tensor(scores.iterator, weights.layout).load().to(weights.element_type))
 
 
+@cute.jit
+def _store_pair(tensor, offset, pair):
+    to = cute.make_tensor(tensor.iterator + cute.assume(offset, divby=2), cute.make_layout(2))
+    to.store(pair.load().to(tensor.element_type))
+
+
+def _of_block(address, block):
+    """The address of another thread block's shared memory, in the cluster's window."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Int32(block)],
+    )
+
+
+def _load_remote(address, count):
+    """1 or 2 float32 at such an address."""
+    if count == 1:
+        return [
+            cute.arch.inline_ptx(
+                "ld.shared::cluster.f32 {$w0}, [{$r0}];",
+                write_only_types=[Float32],
+                read_only_args=[address],
+            )
+        ]
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[address],
+    )
+
+
+def _wait(barrier, phase):
+    """Waits for a barrier's phase.
+
+    `cute.arch.mbarrier_wait` compiles to a sleep of up to 10 ms that an arrival ends late.
+    """
+    cute.arch.inline_ptx(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1};\n"
+        "@done bra finished;\n"
+        "bra again;\n"
+        "finished:\n"
+        "}",
+        read_only_args=[barrier, Int32(phase)],
+    )
+
+
 def _exp2(x):
     return cute.math.exp2(x, fastmath=True)
-
-
-def _swizzled(row, vector, rows):
-    """Bytes to a vector of a tile of so many rows, in shared memory swizzled by 128 bytes."""
-    block, within = vector // 8, vector % 8
-    return block * (rows * 128) + row * 128 + ((within ^ (row % 8)) * 16)
 
 
 def _float(bits):

@@ -181,7 +181,22 @@ def _slots(operands, call, block_m: int, block_n: int, blocks_per_sm: int) -> di
     }
 
 
-def resolve_hopper(operands, call) -> SlotPlan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperPlan(SlotPlan):
+    """A complete plan of the Hopper kernel.
+
+    Attributes:
+        cluster: Thread blocks of a cluster, which merges the splits of a sample; 1 if there are
+            none, or if another kernel merges them.
+    """
+
+    cluster: int
+
+
+_MAX_CLUSTER = 8  # more are not portable among GPUs
+
+
+def resolve_hopper(operands, call) -> HopperPlan:
     """Fills in what the caller's plan leaves open, for the Hopper kernel.
 
     Args:
@@ -199,8 +214,11 @@ def resolve_hopper(operands, call) -> SlotPlan:
     num_stages = given.num_stages
     if num_stages is None:
         num_stages = max(1, hopper_stages(block_m, block_n, head_dim, call.target))
-    return SlotPlan(
-        **_slots(operands, call, block_m, block_n, 1),
+    slots = _slots(operands, call, block_m, block_n, 1)
+    mergeable = slots["num_splits"] <= _MAX_CLUSTER and not slots["ragged"]
+    return HopperPlan(
+        **slots,
+        cluster=slots["num_splits"] if mergeable else 1,
         block_m=block_m,
         block_n=block_n,
         num_stages=num_stages,
@@ -229,9 +247,12 @@ def hopper_unsupported(operands, call) -> str | None:
 
 
 def hopper_stages(block_m: int, block_n: int, head_dim: int, target) -> int:
-    """Tiles of K and V that fit beside the queries, and a word for each of their rows."""
+    """Tiles of K and V that fit into shared memory.
+
+    Beside them are the queries, a word for each row of a stage, two for each query, and barriers.
+    """
     columns = -(-head_dim // 64) * 64
-    room = target.block_shared_bytes - block_m * columns * 2 - 512  # 512: barriers
+    room = target.block_shared_bytes - block_m * (columns * 2 + 8) - 512
     return min(8, room // (block_n * (2 * columns * 2 + 4)))
 
 
