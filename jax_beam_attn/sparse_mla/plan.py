@@ -144,7 +144,8 @@ def _shared_bytes(operands, call, block_h: int, block_n: int, num_stages: int) -
     head_dim = operands["q"].shape[3]
     query = 2 * block_h * head_dim
     if call.static.format == "bf16":
-        tiles = 2 * (num_stages + 1) * block_n * head_dim
+        # Hopper's matrix instructions may still be reading a tile when the next one is due.
+        tiles = 2 * (num_stages + (block_h == 64)) * block_n * head_dim
     else:
         tiles = block_n * (VALUE_DIM * (num_stages + 2) + 128 * (num_stages + 1))
     return query + tiles + 4096
