@@ -98,6 +98,8 @@ def resolve_triton(operands, call) -> TritonPlan:
     block_h = given.block_h or block_h
     block_n = given.block_n or block_n
     num_stages = given.num_stages or num_stages
+    if given.num_warps not in (None, num_warps):
+        blocks_per_sm = 1  # what the registers suffice for is known of the table's tiles only
     blocks_per_sm = given.blocks_per_sm or blocks_per_sm
     while (
         given.num_stages is None
