@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax_beam_attn._core import checks
 from jax_beam_attn.sparse_mla.cache import VALUE_DIM
@@ -76,9 +77,11 @@ _TILES = (
     (16, 16, 32, 4, 2, 1),
     (32, 32, 32, 8, 2, 1),
 )
-# With so many rows for every thread block that fits, splitting rows balances nothing, and the
-# partial results of all of them would fill the memory.
+# Rows are left whole where there are more than so many for every thread block that fits: cutting
+# them would balance nothing, and the partial results of all of them would fill the memory.
 _MOST_WAVES = 8
+# So are rows of equal length that keep this share of the GPU busy: there is nothing to merge.
+_FULL = 0.95
 
 
 def resolve_triton(operands, call) -> TritonPlan:
@@ -114,7 +117,9 @@ def resolve_triton(operands, call) -> TritonPlan:
     num_splits = given.num_splits
     if num_splits is None:
         waves = batch * seqlen_q * head_tiles / at_once
-        num_splits = 1 if waves > _MOST_WAVES else SCHEDULED
+        equal = "topk_length" not in operands and "extra_topk_length" not in operands
+        full = equal and waves >= _FULL * math.ceil(waves)
+        num_splits = 1 if full or waves > _MOST_WAVES else SCHEDULED
     return TritonPlan(
         num_splits=num_splits,
         num_parts=max(1, at_once // head_tiles),

@@ -105,11 +105,19 @@ def test_few_kernels_serve_many_shapes():
     assert (len(attend_kernel._jT_kernel_cache), len(merge_kernel._jT_kernel_cache)) == compiled
 
 
-def test_many_rows_need_no_partial_results():
-    """Case 10: parts of 32768 rows would be gigabytes."""
-    kernels = ptx_of(_export("h200", seqlen_q=32768, batch=1))
-    assert len(kernels) == 1
-    assert len(ptx_of(_export("h200", seqlen_q=1, batch=1))) == 2
+@pytest.mark.parametrize(
+    "sizes, kernels",
+    [
+        ({"seqlen_q": 32768, "batch": 1, "lengths": True}, 1),  # case 10: parts would be gigabytes
+        ({"batch": 132}, 1),
+        ({"batch": 132, "schedule": True}, 1),
+        ({"batch": 132, "lengths": True}, 2),
+        ({"batch": 133}, 2),
+        ({"batch": 1}, 2),
+    ],
+)
+def test_rows_that_need_no_cutting_need_no_merge(sizes, kernels):
+    assert len(ptx_of(_export("h200", **sizes))) == kernels
 
 
 @pytest.mark.parametrize(
