@@ -120,6 +120,8 @@ def resolve_triton(operands, call) -> TritonPlan:
         equal = "topk_length" not in operands and "extra_topk_length" not in operands
         full = equal and waves >= _FULL * math.ceil(waves)
         num_splits = 1 if full or waves > _MOST_WAVES else SCHEDULED
+    listed = [operands[name].shape[2] for name in ("indices", "extra_indices") if name in operands]
+    num_splits = min(num_splits, sum(-(-topk // BLOCK) for topk in listed))
     return TritonPlan(
         num_splits=num_splits,
         num_parts=max(1, at_once // head_tiles),
