@@ -287,17 +287,18 @@ def attend_kernel(
             row_at, scale_at = _places(
                 base, page, offset, here[3], here[6], FORMAT, HEAD_DIM, ALIGNED
             )
+            score = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
+            if HEAD_DIM > VALUE:
+                rope = _load_rope(row_at, valid, q0, FORMAT)
+                score = tl.dot(q4, tl.trans(rope), input_precision="ieee")
             key0 = _load_key(row_at, scale_at, valid, q0, 0, FORMAT, NATIVE_E4M3)
-            score = tl.dot(q0, tl.trans(key0), input_precision="ieee")
+            score = tl.dot(q0, tl.trans(key0), score, input_precision="ieee")
             key1 = _load_key(row_at, scale_at, valid, q0, 1, FORMAT, NATIVE_E4M3)
             score = tl.dot(q1, tl.trans(key1), score, input_precision="ieee")
             key2 = _load_key(row_at, scale_at, valid, q0, 2, FORMAT, NATIVE_E4M3)
             score = tl.dot(q2, tl.trans(key2), score, input_precision="ieee")
             key3 = _load_key(row_at, scale_at, valid, q0, 3, FORMAT, NATIVE_E4M3)
             score = tl.dot(q3, tl.trans(key3), score, input_precision="ieee")
-            if HEAD_DIM > VALUE:
-                rope = _load_rope(row_at, valid, q0, FORMAT)
-                score = tl.dot(q4, tl.trans(rope), score, input_precision="ieee")
             score = tl.where(valid[None, :], score, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(score, axis=1))
             centre = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
@@ -433,17 +434,34 @@ def _load_rope(row, valid, like, FORMAT: tl.constexpr):
     else:
         first = (row + 448).to(tl.pointer_type(tl.bfloat16))
     at = first[:, None] + tl.arange(0, 64)[None, :]
-    return tl.load(at, mask=valid[:, None], other=0.0).to(like.dtype)
+    rope = tl.load(at, mask=valid[:, None], other=0.0)
+    if FORMAT == "v32":
+        # Not used where it arrives, it needs no further buffer: 512 bytes decide on a tile of 64.
+        rope = _fixed(rope)
+    return rope.to(like.dtype)
+
+
+@triton.jit
+def _fixed(loaded):
+    """What was loaded, as an operation that Triton may not move anything past.
+
+    It would change the layout of keys for each of the two products before they are dequantised,
+    and then could not copy them ahead of time.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r",
+        [loaded],
+        loaded.dtype,
+        False,
+        32 // loaded.dtype.primitive_bitwidth,
+    )
 
 
 @triton.jit
 def _e4m3(codes, NATIVE: tl.constexpr):
     """float32 of e4m3 bytes."""
-    # An operation that Triton may not move: it would convert the bytes' layout for each of the two
-    # products before this, and then gather them without overlap.
-    codes = tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4
-    )
+    codes = _fixed(codes)
     if NATIVE:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     # The seven low bits in front of float32's mantissa, the sign on top: the number times 2**-120,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from jax_beam_attn._core import checks
-from jax_beam_attn.sparse_mla.cache import VALUE_DIM
+from jax_beam_attn.sparse_mla.cache import ROPE_DIM, VALUE_DIM
 from jax_beam_attn.sparse_mla.schedule import BLOCK
 
 SCHEDULED = 0  # as `num_splits` of a complete plan: rows are cut by the schedule
@@ -69,9 +69,9 @@ class TritonPlan:
 # all heads, else the last. On Hopper a tile of 64 heads is what its matrix instructions want; of
 # other architectures the widest tile whose output fits into registers.
 _TILES_OF_HOPPER = (
-    (16, 16, 32, 4, 2, 2),
-    (32, 32, 32, 8, 2, 1),
-    (64, 64, 32, 8, 2, 1),
+    (16, 16, 64, 8, 2, 1),
+    (32, 32, 64, 8, 2, 1),
+    (64, 64, 64, 8, 2, 1),
 )
 _TILES = (
     (16, 16, 32, 4, 2, 1),
@@ -104,13 +104,14 @@ def resolve_triton(operands, call) -> TritonPlan:
     if given.num_warps not in (None, num_warps):
         blocks_per_sm = 1  # what the registers suffice for is known of the table's tiles only
     blocks_per_sm = given.blocks_per_sm or blocks_per_sm
-    while (
-        given.num_stages is None
-        and num_stages > 1
-        and _shared_bytes(operands, call, block_h, block_n, num_stages)
-        > call.target.block_shared_bytes
-    ):
-        num_stages -= 1
+    room = call.target.block_shared_bytes
+    while _shared_bytes(operands, call, block_h, block_n, num_stages) > room:
+        if given.block_n is None and block_n > 16:
+            block_n //= 2
+        elif given.num_stages is None and num_stages > 1:
+            num_stages -= 1
+        else:
+            break
 
     head_tiles = -(-heads // block_h)
     at_once = call.target.num_sms * blocks_per_sm
@@ -149,12 +150,14 @@ def triton_unsupported(operands, call) -> str | None:
 
 
 def _shared_bytes(operands, call, block_h: int, block_n: int, num_stages: int) -> int:
-    """The query tile, the tiles of every stage, the dequantised tile, and small things."""
+    """The query tile, the tiles of every stage, the dequantised tile, weights, small things."""
     head_dim = operands["q"].shape[3]
     query = 2 * block_h * head_dim
+    # Hopper's matrix instructions, for tiles of 64 heads, take weights from registers.
+    weights = 2 * block_h * block_n if block_h < 64 else 0
     if call.static.format == "bf16":
-        # Hopper's matrix instructions may still be reading a tile when the next one is due.
+        # They may still be reading a tile of keys when the next one is due.
         tiles = 2 * (num_stages + (block_h == 64)) * block_n * head_dim
     else:
-        tiles = block_n * (VALUE_DIM * (num_stages + 2) + 128 * (num_stages + 1))
-    return query + tiles + 4096
+        tiles = block_n * (VALUE_DIM * (num_stages + 2) + 2 * ROPE_DIM * num_stages)
+    return query + tiles + weights + 4096
