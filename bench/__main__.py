@@ -10,12 +10,16 @@ from collections.abc import Sequence
 
 import jax
 
-from bench import beam, mla_writers, results, timing
+from bench import beam, mla, mla_writers, results, timing
 from bench.stamp import make_stamp
 from bench.suite import measure
 from bench.table import format_floors, format_table
 
-SUITES = {"beam": beam.SUITE, "mla-writers": mla_writers.SUITE}
+SUITES = {
+    "beam": beam.SUITE,
+    "mla": mla.SUITE,
+    "mla-writers": mla_writers.SUITE,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -80,7 +80,11 @@ class BeamShape:
 
 @dataclasses.dataclass(frozen=True)
 class MlaShape:
-    """One call of `sparse_mla_decode`, indices drawn from `context` cached tokens a request."""
+    """One call of `sparse_mla_decode`, indices drawn from `context` cached tokens a request.
+
+    Attributes:
+        schedule_in_call: Whether the schedule is made in the call, else it is an argument.
+    """
 
     id: str
     format: str
@@ -91,6 +95,7 @@ class MlaShape:
     extra_topk: int
     context: int = 32768
     page_size: int = 64
+    schedule_in_call: bool = False
 
     @property
     def key_dim(self) -> int:
@@ -208,6 +213,14 @@ MLA = (
     MlaShape("mla-model1-b64-q1-h128-x1024", "model1", 64, 1, 128, 128, 1024),
     MlaShape("mla-model1-b128-q1-h128-x1024", "model1", 128, 1, 128, 128, 1024),
 )
+MLA_ALL = tuple(
+    dataclasses.replace(shape, id=f"{shape.id}-all", schedule_in_call=True) for shape in MLA
+)
+
+MLA_QUICK = (
+    MlaShape("quick-v32", "v32", 2, 1, 4, 70, 0, 128),
+    MlaShape("quick-model1-all", "model1", 2, 2, 4, 20, 70, 128, schedule_in_call=True),
+)
 
 TURBOQUANT = (
     TurboQuantShape("tq-64x32768-4bit_nc", "4bit_nc", 64, 32768, 32, 8, 128, 134),
@@ -221,4 +234,6 @@ TURBOQUANT = (
     TurboQuantShape("tq-64x8192-d64-4bit_nc", "4bit_nc", 64, 8192, 64, 8, 64, 70),
 )
 
-BY_ID: dict[str, Shape] = {shape.id: shape for shape in (*BEAM, *BEAM_QUICK, *MLA, *TURBOQUANT)}
+BY_ID: dict[str, Shape] = {
+    shape.id: shape for shape in (*BEAM, *BEAM_QUICK, *MLA, *MLA_ALL, *MLA_QUICK, *TURBOQUANT)
+}

@@ -130,6 +130,7 @@ MLA_OUT_COSINE = 5e-6
 # The LSE knows no bf16 but the query's and, in kernels, that of a scaled key: exact if the scale is
 # a power of two. Then float32's rounding is all there is; see API.md for other scales.
 MLA = Tolerance(out=MLA_OUT_RELATIVE, out_floor=MLA_OUT_ABSOLUTE, lse=_LSE)
+MLA_ROUNDED_KEYS = dataclasses.replace(MLA, lse=1e-2)
 
 
 def assert_mla_out_close(got, want) -> None:

@@ -55,17 +55,22 @@ def sparse_mla_decode(
         extra_page_size: Tokens of its padded blocks.
         softmax_scale: A Python number > 0 is compiled in, a 0-d array is read at run time.
             Default Dqk**-0.5.
-        schedule: From `mla_schedule`, shared by the layers of a step. It only says which thread
-            block does what, so the reference, which is all there is so far, checks its shape and
-            needs no more of it.
+        schedule: From `mla_schedule`, shared by the layers of a step; without it the call makes
+            its own. It only says which thread block does what: one made for other lengths gives
+            the same result, not as fast, and under vmap, or where rows are many enough to need no
+            cutting, it is not used.
         return_lse: Also return the logsumexp of the logits.
-        implementation: None for the best that supports the call, or "reference". One that cannot
-            serve the call raises. `python -m jax_beam_attn info` lists what this machine can run.
-        plan: Launch choices, of which the reference has none.
+        implementation: None for the best that supports the call, or "reference", "triton"; one
+            that cannot serve the call raises. `python -m jax_beam_attn info` lists what this
+            machine can run.
+        plan: Overrides launch choices. How rows are cut depends on the batch, and so do a row's
+            last bits; a plan with `num_splits` removes that.
 
     Returns:
         bf16 [B, Sq, Hq, 512]; with `return_lse`, also f32 [B, Sq, Hq], the natural logarithm of
         the denominator without the sink. A row with nothing to attend to is 0 with LSE -inf.
+        Kernels round a key times its scale to bf16: where v32 scales are not powers of two, that
+        moves the LSE by up to 1e-2.
 
     Raises:
         ValueError: For a wrong shape or value, or a schedule made for another shape.
@@ -116,7 +121,9 @@ def sparse_mla_decode(
     topk, extra_topk = (
         operands[name].shape[2] if name in operands else 0 for name in ("indices", "extra_indices")
     )
-    _check_schedule(schedule, (batch, seqlen_q, heads, topk, extra_topk))
+    if schedule is not None:
+        _check_schedule(schedule, (batch, seqlen_q, heads, topk, extra_topk))
+        operands |= {"begin": schedule.begin, "first_slot": schedule.first_slot}
 
     out, lse = sparse_mla(
         {"q": q} | operands,
@@ -155,8 +162,6 @@ def _cache_operands(prefix, format, q, cache, indices, length, page_size):
 
 
 def _check_schedule(schedule, expected) -> None:
-    if schedule is None:
-        return
     if not isinstance(schedule, MlaSchedule):
         raise TypeError(f"schedule: got {type(schedule).__name__}, expected MlaSchedule or None")
     names = ("batch", "seqlen_q", "num_heads", "topk", "extra_topk")

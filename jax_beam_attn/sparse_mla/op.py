@@ -7,6 +7,7 @@ Operands, all in one canonical form whatever the caller's:
     indices            i32 [B, Sq, T]
     topk_length        i32 [B] or [B, Sq], optional
     extra_cache, extra_indices, extra_topk_length: likewise, all optional
+    begin, first_slot  i32 [num_parts + 1, 2] and [B * Sq + 1], a schedule, optional
     sink               f32 [Hq] or [B, Hq], optional
     scale              f32 [] or [B], absent where it is static
 """
@@ -17,9 +18,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jax_beam_attn._core import folding
-from jax_beam_attn._core.operator import Operator, Output
+from jax_beam_attn._core import availability, folding
+from jax_beam_attn._core.operator import Implementation, Operator, Output
 from jax_beam_attn.sparse_mla.cache import VALUE_DIM
+from jax_beam_attn.sparse_mla.plan import triton_unsupported
 from jax_beam_attn.sparse_mla.reference import sparse_mla_reference
 
 
@@ -81,7 +83,8 @@ def _fold(size, operands, mapped, static):
     for name, rank in (("sink", 1), ("scale", 0)):
         if name in operands:
             folded[name] = folding.per_sample(operands[name], name in mapped, size, batch, rank)
-    return {name: folded[name] for name in operands}, static
+    # A schedule is for one of the calls; for all of them together the kernel makes its own.
+    return {name: folded[name] for name in operands if name in folded}, static
 
 
 sparse_mla = Operator(
@@ -93,3 +96,14 @@ sparse_mla = Operator(
     cost=_cost,
     instead="jax.nn.dot_product_attention on the unpacked cache",
 )
+
+
+def _run_triton(operands, call):
+    from jax_beam_attn.sparse_mla import kernel_triton
+
+    return kernel_triton.run(operands, call)
+
+
+sparse_mla.implementations = [
+    Implementation("triton", availability.triton_unavailable, triton_unsupported, _run_triton),
+]

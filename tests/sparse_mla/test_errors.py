@@ -132,6 +132,11 @@ def test_a_schedule_for_another_shape(name, size, jit):
         ({"num_splits": 0}, ValueError, "plan.num_splits: got 0, expected >= 1"),
         ({"num_splits": 2.5}, TypeError, "plan.num_splits: got float, expected an integer"),
         ({"num_splits": True}, TypeError, "plan.num_splits: got bool, expected an integer"),
+        ({"block_h": 128}, ValueError, "plan.block_h: got 128, expected one of [None, 16, 32, 64]"),
+        ({"block_n": 128}, ValueError, "plan.block_n: got 128, expected one of [None, 16, 32, 64]"),
+        ({"num_warps": 3}, ValueError, "plan.num_warps: got 3, expected one of [None, 4, 8, 16]"),
+        ({"num_stages": 0}, ValueError, "plan.num_stages: got 0, expected >= 1"),
+        ({"blocks_per_sm": "2"}, TypeError, "plan.blocks_per_sm: got str, expected an integer"),
     ],
 )
 def test_plan(fields, error, message):
