@@ -15,13 +15,11 @@ are padding, never read or written.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_beam_attn._core import checks, folding
+from jax_beam_attn._core import cache_writer, checks
 from jax_beam_attn._core.operator import Operator, Output
 
 VALUE_DIM = 512  # the values are the first 512 dimensions of the key
@@ -104,7 +102,7 @@ def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -
     num_blocks, page_size = kv.shape[:2]
     if block_bytes is not None:
         _check_block_bytes(layout, page_size, block_bytes)
-    kv = _forward_only("pack_mla_cache", kv)
+    kv = cache_writer.forward_only("pack_mla_cache", kv)
     rows, scales = quantize(kv.reshape(num_blocks, page_size, layout.head_dim), layout)
     parts = (part.reshape(num_blocks, page_size * part.shape[-1]) for part in (rows, scales))
     blocks = jnp.concatenate([*parts], axis=1)
@@ -248,21 +246,8 @@ def _as_uint8(cache: jax.Array) -> jax.Array:
     if cache.dtype == jnp.uint8:
         return cache
     if cache.dtype != jnp.int8:  # of a float JAX would take a derivative: zeros
-        cache = _forward_only("sparse_mla_decode and unpack_mla_cache", cache)
+        cache = cache_writer.forward_only("sparse_mla_decode and unpack_mla_cache", cache)
     return jax.lax.bitcast_convert_type(cache, jnp.uint8)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward_only(name: str, array: jax.Array) -> jax.Array:
-    """The array itself, where operations follow whose derivative JAX takes for zero."""
-    return array
-
-
-@_forward_only.defjvp
-def _refuse_gradient(name, *_):
-    raise NotImplementedError(
-        f"{name}: forward-only, bytes have no derivative; wrap the operand in jax.lax.stop_gradient"
-    )
 
 
 def _check_block_bytes(layout: MlaFormat, page_size: int, block_bytes: int) -> None:
@@ -305,10 +290,10 @@ def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
         scales = jnp.pad(exponent.astype(jnp.uint8), [(0, 0)] * len(lead) + [(0, 1)])
     scaled = jnp.clip(values / scale[..., None], -_E4M3_MAX, _E4M3_MAX)
     codes = jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
-    rope = _bytes(kv[..., layout.quantized_dim :].astype(jnp.bfloat16))
+    rope = cache_writer.to_bytes(kv[..., layout.quantized_dim :].astype(jnp.bfloat16))
     parts = [codes.reshape(*lead, layout.quantized_dim), rope]
     if layout is V32:
-        parts.insert(1, _bytes(scale))
+        parts.insert(1, cache_writer.to_bytes(scale))
     return jnp.concatenate(parts, axis=-1), scales
 
 
@@ -318,7 +303,7 @@ def dequantize(rows: jax.Array, scales: jax.Array, layout: MlaFormat) -> jax.Arr
     codes = jax.lax.bitcast_convert_type(rows[..., : layout.quantized_dim], jnp.float8_e4m3fn)
     values = codes.astype(jnp.float32).reshape(*lead, layout.num_groups, layout.group)
     if layout is V32:
-        scale = _from_bytes(rows[..., 512:528], jnp.float32)
+        scale = cache_writer.from_bytes(rows[..., 512:528], jnp.float32)
         values = values * scale[..., None]
     else:
         # 2**(byte - 127) reaches below the normal numbers, so it is applied in two normal halves.
@@ -327,25 +312,13 @@ def dequantize(rows: jax.Array, scales: jax.Array, layout: MlaFormat) -> jax.Arr
         values = values * _power_of_two(half)[..., None]
         values = values * _power_of_two(exponent - half)[..., None]
         values = jnp.where((exponent == 128)[..., None], jnp.nan, values)
-    rope = _from_bytes(rows[..., -2 * ROPE_DIM :], jnp.bfloat16).astype(jnp.float32)
+    rope = cache_writer.from_bytes(rows[..., -2 * ROPE_DIM :], jnp.bfloat16).astype(jnp.float32)
     return jnp.concatenate([values.reshape(*lead, layout.quantized_dim), rope], axis=-1)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
     """2**exponent of a normal number, from its bits: `exp2` may be off by some steps."""
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
-def _bytes(array: jax.Array) -> jax.Array:
-    """[..., n] as its little-endian bytes, uint8 [..., n * itemsize]."""
-    size = array.shape[-1] * array.dtype.itemsize
-    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(*array.shape[:-1], size)
-
-
-def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
-    size = jnp.dtype(dtype).itemsize
-    groups = array.reshape(*array.shape[:-1], array.shape[-1] // size, size)
-    return jax.lax.bitcast_convert_type(groups, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,10 +331,7 @@ class AppendStatic:
 
 def _append_reference(operands, static: AppendStatic):
     cache, kv, slots = operands["cache"], operands["kv"], operands["slots"]
-    # A slot outside the cache goes to a block behind the last, which the scatter drops.
-    inside = (slots >= 0) & (slots < cache.shape[0] * static.page_size)
-    block = jnp.where(inside, slots // max(static.page_size, 1), cache.shape[0])
-    offset = slots % max(static.page_size, 1)
+    block, offset = cache_writer.locate(slots, cache.shape[0], static.page_size)
     if static.format == "bf16":
         return (cache.at[block, offset, 0].set(kv.astype(cache.dtype), mode="drop"),)
     if cache.dtype == jnp.float8_e4m3fn:  # which a CPU would scatter as float16
@@ -378,32 +348,14 @@ def _append_reference(operands, static: AppendStatic):
 
 
 def _write(cache, block, first_byte, data):
-    """Writes data uint8 [N, n] into blocks, from a byte of each on.
-
-    The cache keeps its form and dtype: XLA would copy all of it to change them there and back.
-    """
-    data = jax.lax.bitcast_convert_type(data, cache.dtype)
+    """Writes data uint8 [N, n] into blocks, from a byte of each on."""
     byte = first_byte[:, None] + jnp.arange(data.shape[1], dtype=jnp.int32)[None]
-    block = jnp.broadcast_to(block[:, None], byte.shape)
-    if cache.ndim == 2:
-        return cache.at[block, byte].set(data, mode="drop")
-    token_bytes = cache.shape[3]
-    return cache.at[block, byte // token_bytes, 0, byte % token_bytes].set(data, mode="drop")
+    return cache_writer.write(cache, block, byte, data)
 
 
 def _append_fold(size, operands, mapped, static):
-    if "cache" not in mapped:
-        raise ValueError(
-            "cache: got one cache for all calls of a vmap with mapped kv or slot_mapping, expected "
-            "a mapped cache: the calls would each write their own copy"
-        )
-    pool_size = operands["cache"].shape[1] * static.page_size
-    slots = folding.batched(operands["slots"], "slots" in mapped, size)
-    return {
-        "cache": folding.pool(operands["cache"], True),
-        "kv": folding.batched(operands["kv"], "kv" in mapped, size),
-        "slots": folding.shift_into_pool(slots, size, pool_size),
-    }, static
+    folded = cache_writer.fold(size, operands, mapped, page_size=static.page_size, updates=["kv"])
+    return {name: folded[name] for name in operands}, static
 
 
 append = Operator(
