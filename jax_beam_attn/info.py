@@ -13,6 +13,8 @@ from jax_beam_attn._core.target import device_target
 from jax_beam_attn.beam_decode.op import beam_decode
 from jax_beam_attn.sparse_mla.cache import append
 from jax_beam_attn.sparse_mla.op import sparse_mla
+from jax_beam_attn.turboquant.cache import store
+from jax_beam_attn.turboquant.op import turboquant
 
 _PACKAGES = (
     "jax-beam-attn",
@@ -23,7 +25,7 @@ _PACKAGES = (
     "triton",
     "nvidia-cutlass-dsl",
 )
-_OPERATORS = (beam_decode, sparse_mla, append)
+_OPERATORS = (beam_decode, sparse_mla, append, turboquant, store)
 
 
 def main() -> None:
