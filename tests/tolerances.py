@@ -148,3 +148,10 @@ def assert_mla_out_close(got, want) -> None:
     size = max((got**2 + want**2).sum(), flushed / MLA_OUT_COSINE)
     cosine = ((got - want) ** 2).sum() / size  # 1 - 2 (got . want) / size
     assert cosine <= MLA_OUT_COSINE, f"cosine difference {cosine:.3g}"
+
+
+# Half a step of fp16 (ten mantissa bits), and float32's part in what is rounded to it.
+F16_ROUNDING = 2.0**-11 + 1e-6
+# How near to the border of two codes float32 may take the other one: relative to the largest
+# centroid, which a rotated coordinate's rounding is a few float32 steps of, or in steps of a value.
+TURBOQUANT_MIDPOINT = 1e-5

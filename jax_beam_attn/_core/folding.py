@@ -85,4 +85,4 @@ def grouped(array: jax.Array, mapped: bool, size: int) -> jax.Array:
 
 def of_each(array: jax.Array, count: int) -> jax.Array:
     """[R, ...] as [count, ...]: the value of each of `count` samples or smaller groups."""
-    return jnp.repeat(array, count // array.shape[0], axis=0)
+    return jnp.repeat(array, count // max(array.shape[0], 1), axis=0)

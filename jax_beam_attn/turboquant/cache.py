@@ -335,6 +335,8 @@ def _shifts(bits: int, rank: int) -> jax.Array:
 
 def _store_reference(operands, format: TurboQuantFormat):
     cache, slots = operands["cache"], operands["slots"]
+    if not slots.size:
+        return (cache,)
     block, offset = cache_writer.locate(slots, cache.shape[0], format.block_size)
     key, value = (operands[name].astype(jnp.float32) for name in ("key", "value"))
     code, scale, zero = quantize_value(value, format.value_bits)

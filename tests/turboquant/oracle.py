@@ -166,9 +166,7 @@ def attention(
                 kv_head = head // (heads // format.num_kv_heads)
                 seen = [kv[kv_head] for p, kv in cached if first <= p <= last]
                 sink = -np.inf if sinks is None else float(sinks[head])
-                out[token, head], lse[token, head] = _attend(
-                    q, seen, scale, sink, logits_soft_cap
-                )
+                out[token, head], lse[token, head] = _attend(q, seen, scale, sink, logits_soft_cap)
     return out, lse
 
 

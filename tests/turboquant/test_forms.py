@@ -39,7 +39,9 @@ def test_head_sizes(head_dim, bits):
 
 @pytest.mark.parametrize("kv_heads, group", [(1, 1), (3, 1), (1, 5), (2, 8), (1, 64)])
 def test_groups(kv_heads, group):
-    check(make_call(Shape(lengths=(4, 3), queries=(2, 1), kv_heads=kv_heads, heads=kv_heads * group)))
+    check(
+        make_call(Shape(lengths=(4, 3), queries=(2, 1), kv_heads=kv_heads, heads=kv_heads * group))
+    )
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 16, 64, 128])
