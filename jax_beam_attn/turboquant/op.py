@@ -22,9 +22,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jax_beam_attn._core import folding
-from jax_beam_attn._core.operator import Operator, Output
+from jax_beam_attn._core import availability, folding
+from jax_beam_attn._core.operator import Implementation, Operator, Output
 from jax_beam_attn.turboquant.cache import TurboQuantFormat
+from jax_beam_attn.turboquant.plan import triton_unsupported
 from jax_beam_attn.turboquant.reference import turboquant_reference
 
 
@@ -102,3 +103,14 @@ turboquant = Operator(
     cost=_cost,
     instead="jax.nn.dot_product_attention on the dequantised cache",
 )
+
+
+def _run_triton(operands, call):
+    from jax_beam_attn.turboquant import kernel_triton
+
+    return kernel_triton.run(operands, call)
+
+
+turboquant.implementations = [
+    Implementation("triton", availability.triton_unavailable, triton_unsupported, _run_triton),
+]

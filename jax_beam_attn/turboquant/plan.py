@@ -82,5 +82,141 @@ class TurboQuantPlan:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class TritonPlan:
+    """A complete plan of the Triton kernels.
+
+    Attributes:
+        block_q: Tokens of a request in a tile.
+        tiles: Query tiles, at most.
+        chunk: Cached tokens of a split, a multiple of block_n; the last split takes all others.
+        packed: Whether codes become numbers a few at a time, in registers.
+    """
+
+    num_splits: int
+    chunk: int
+    block_q: int
+    tiles: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    blocks_per_sm: int
+    rotation: str
+    packed: bool
+
+
+# (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm): the first entry that holds
+# all queries of a KV head, else the last.
+_TILES = (
+    (16, 16, 64, 4, 3, 4),
+    (32, 32, 64, 4, 3, 3),
+    (64, 64, 64, 4, 3, 2),
+    (128, 128, 64, 8, 3, 1),
+)
+
+# What a thread block does before and behind its tiles, and what the merge does for every 16
+# splits, as the number of tiles that take as long; estimates.
+_BLOCK_OVERHEAD = 4
+_MERGE_OVERHEAD = 1
+
+
+def resolve_triton(operands, call) -> TritonPlan:
+    """Fills in what the caller's plan leaves open.
+
+    Args:
+        operands: Avals by name, see `op.py`.
+        call: The call with its plan and target.
+    """
+    given, static = call.plan or TurboQuantPlan(), call.static
+    tokens, heads, head_dim = operands["q"].shape
+    requests = operands["seq_lens"].shape[0]
+    kv_heads = static.format.num_kv_heads
+    group = heads // kv_heads
+    # A head size above 128 doubles what a tile needs of registers and shared memory.
+    weight = -(-head_dim // 128) * operands["q"].dtype.itemsize // 2
+
+    rows = max(1, static.max_query_len) * group
+    _, block_m, block_n, num_warps, num_stages, blocks_per_sm = next(
+        (t for t in _TILES if (given.block_m or rows) <= t[0]), _TILES[-1]
+    )
+    block_m = given.block_m or max(block_m, _next_power_of_two(group))
+    block_n = given.block_n or max(16, block_n // weight)
+    blocks_per_sm = given.blocks_per_sm or max(1, blocks_per_sm // weight)
+    block_q = max(1, block_m // group)
+    tiles = busy = requests
+    if "query_start" in operands:
+        # Each segment between two bounds may end with a tile that is not full.
+        tiles = tokens // block_q + operands["query_start"].size + 1
+        busy = requests * -(-max(1, static.max_query_len) // block_q)
+
+    span = static.max_seq_len
+    if static.window is not None:
+        span = min(span, static.window + block_q + block_n)
+    steps = max(1, -(-span // block_n))
+    num_splits = given.num_splits or _choose_splits(
+        min(tiles, busy) * kv_heads, call.target.num_sms * blocks_per_sm, steps
+    )
+    chunk = -(-steps // num_splits) * block_n
+    return TritonPlan(
+        num_splits=given.num_splits or -(-steps * block_n // chunk),
+        chunk=chunk,
+        block_q=block_q,
+        tiles=tiles,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=given.num_warps or num_warps,
+        num_stages=given.num_stages or num_stages,
+        blocks_per_sm=blocks_per_sm,
+        rotation=given.rotation or "fused",
+        packed=_can_be_packed(static.format, operands["q"].dtype.itemsize),
+    )
+
+
+def _choose_splits(blocks: int, slots: int, steps: int) -> int:
+    """The number of splits that ends first: blocks run in waves of as many as there are slots."""
+
+    def duration(splits: int) -> float:
+        waves = -(-blocks * splits // slots)
+        merge = _MERGE_OVERHEAD * (1 + splits / 16) if splits > 1 else 0
+        return waves * (-(-steps // splits) + _BLOCK_OVERHEAD) + merge
+
+    return min(range(1, min(steps, 128) + 1), key=duration)
+
+
+def _can_be_packed(format, itemsize: int) -> bool:
+    """Whether a format's codes lie so that registers hold whole groups of them."""
+    if itemsize == 4 or format.head_dim < 32:
+        return False
+    # Registers are filled by words; 32 codes of 3 bits are three of them.
+    whole = 32 if 3 in (format.key_bits, format.value_bits) else 8
+    sizes = (format.key_bytes, format.value_bytes, format.block_bytes)
+    return format.head_dim % whole == 0 and all(size % 4 == 0 for size in sizes)
+
+
+def triton_unsupported(operands, call) -> str | None:
+    """The reason why the kernels cannot serve the plan, or None."""
+    plan, static = resolve_triton(operands, call), call.static
+    group = operands["q"].shape[1] // static.format.num_kv_heads
+    if group > plan.block_m:
+        return f"plan.block_m = {plan.block_m} is less than the {group} query heads of a KV head"
+    needed = _shared_bytes(plan, static.format, operands["q"].dtype.itemsize)
+    if needed <= call.target.block_shared_bytes:
+        return None
+    return (
+        f"plan needs {needed} bytes of shared memory (block_m={plan.block_m}, "
+        f"block_n={plan.block_n}, num_stages={plan.num_stages}), and a block of "
+        f"{call.target.name} has at most {call.target.block_shared_bytes}"
+    )
+
+
+def _shared_bytes(plan: TritonPlan, format, itemsize: int) -> int:
+    """Query tile, weights, keys and values as numbers, and the codes of every stage."""
+    block_d = max(16, _next_power_of_two(format.head_dim))
+    codes = block_d * (format.key_bits + format.value_bits) // 8 + 2 * format.num_fields
+    numbers = (plan.block_m + 2 * plan.block_n) * block_d + plan.block_m * plan.block_n
+    return numbers * itemsize + plan.num_stages * plan.block_n * codes
+
+
 def _next_power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()

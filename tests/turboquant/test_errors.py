@@ -224,3 +224,8 @@ def test_caches_of_2_to_the_31_slots():
     dequantize = functools.partial(turboquant_dequantize, format=format, centroids=f32(8))
     with pytest.raises(ValueError, match=r"kv_cache: got 16777216 blocks .* less than 2\*\*31"):
         jax.eval_shape(dequantize, cache)
+
+
+def test_a_kernel_on_a_cpu():
+    with pytest.raises(ValueError, match=r"implementation='triton' runs on CUDA GPUs only"):
+        turboquant_attention(**MIXED, implementation="triton")
