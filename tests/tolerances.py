@@ -155,3 +155,13 @@ F16_ROUNDING = 2.0**-11 + 1e-6
 # How near to the border of two codes float32 may take the other one: relative to the largest
 # centroid, which a rotated coordinate's rounding is a few float32 steps of, or in steps of a value.
 TURBOQUANT_MIDPOINT = 1e-5
+
+# TurboQuant kernels against the float32 reference on the same cache: relative Frobenius error.
+# Weights times a value's scale are rounded to bf16 for either 16-bit dtype. Queries and centroids
+# are rounded to fp16: of a logit's D products, about 1 together in size, each by 2**-11 at most twice.
+TURBOQUANT_OUT = {
+    jnp.dtype(jnp.float32): 1e-5,
+    jnp.dtype(jnp.bfloat16): 3e-3,
+    jnp.dtype(jnp.float16): 3e-3,
+}
+TURBOQUANT_LSE = 3e-3

@@ -120,6 +120,7 @@ def run(operands, call):
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        SWAPPED=plan.swapped,
         PACKED=plan.packed,
         EXACT=operands["q"].dtype == jnp.float32,
         WINDOW=static.window is not None,
@@ -166,6 +167,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SWAPPED: tl.constexpr,
     PACKED: tl.constexpr,
     EXACT: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -263,11 +265,15 @@ def attend_kernel(
     to_log2 = tl.zeros((BLOCK_M,), tl.float32) + to_log2
     to_cap = tl.zeros((BLOCK_M,), tl.float32) + to_cap
 
+    # Matrices have their queries along axis 1 - TOKENS, and tokens or dimensions along TOKENS.
+    TOKENS: tl.constexpr = 0 if SWAPPED else 1
+    BY_TOKEN: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N)
+    BY_DIMENSION: tl.constexpr = (BLOCK_D, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_D)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Sums over tokens stay apart for each token of a tile until the end.
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    middle = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros(BY_TOKEN, tl.float32)
+    middle = tl.zeros(BY_TOKEN, tl.float32)
+    acc = tl.zeros(BY_DIMENSION, tl.float32)
     byte_tables = 0
     if PACKED and KEY_BITS < 8:
         byte_tables = unpack_triton.byte_tables(codebook, unit, KEY_BITS)
@@ -275,6 +281,7 @@ def attend_kernel(
     block_bytes = tl.cast(kv_heads, tl.int64) * (BLOCK_SIZE * SLOT_BYTES)
     metadata = cache + (BLOCK_SIZE * kv_heads * DATA_BYTES + 2 * kv_head * NUM_FIELDS * BLOCK_SIZE)
     offset = tl.arange(0, BLOCK_N)
+    scale_of_row = tl.expand_dims(to_log2, TOKENS)
 
     for position in tl.range(low, high, BLOCK_N):
         # Tokens that are not there are read from some block that is, and masked.
@@ -288,26 +295,30 @@ def attend_kernel(
         k = _keys(
             cache, data, codebook, unit, byte_tables, HEAD_DIM, KEY_BITS, BLOCK_D, PACKED, EXACT
         )
-        score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        if SWAPPED:
+            score = tl.dot(k, tl.trans(q_tile), input_precision="ieee")
+        else:
+            score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
         at = metadata, table, position, max_blocks, num_blocks, block_bytes
         FIRST: tl.constexpr = 0 if KEY_BITS == 8 else 1
         if KEY_BITS < 8:
-            score *= _metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)[None, :]
+            k_norm = _metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
+            score *= tl.expand_dims(k_norm, 1 - TOKENS)
         if SOFT_CAP:
-            score = 2.0 * tl.sigmoid(2.0 * to_cap[:, None] * score) - 1.0
-        seen = valid[None, :]
+            score = 2.0 * tl.sigmoid(2.0 * tl.expand_dims(to_cap, TOKENS) * score) - 1.0
+        seen = tl.expand_dims(valid, 1 - TOKENS)
         if (query_start is not None) or WINDOW:
-            where = (position + offset)[None, :]
-            seen = seen & (where < limit[:, None])
+            where = tl.expand_dims(position + offset, 1 - TOKENS)
+            seen = seen & (where < tl.expand_dims(limit, TOKENS))
             if WINDOW:
-                seen = seen & (where >= (limit - window)[:, None])
+                seen = seen & (where >= tl.expand_dims(limit - window, TOKENS))
         score = tl.where(seen, score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, axis=1))
+        new_peak = tl.maximum(peak, tl.max(score, axis=TOKENS))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
-        shrink = tl.exp2(peak * to_log2 - base)
-        weight = tl.exp2(score * to_log2[:, None] - base[:, None])
+        shrink = tl.expand_dims(tl.exp2(peak * to_log2 - base), TOKENS)
+        weight = tl.exp2(score * scale_of_row - tl.expand_dims(base, TOKENS))
         peak = new_peak
-        total = total * shrink[:, None] + weight
+        total = total * shrink + weight
 
         # What lies behind a length may be NaN, and 0 * NaN is NaN.
         v_scale = _metadata(at, FIRST, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
@@ -315,11 +326,15 @@ def attend_kernel(
         v_zero = _metadata(at, FIRST + 1, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
         v_middle = tl.where(valid, v_zero, 0.0) + v_scale * MIDDLE
         v = _values(cache, data + KEY_BYTES, HEAD_DIM, VALUE_BITS, BLOCK_D, PACKED, EXACT)
-        middle = middle * shrink[:, None] + weight * v_middle[None, :]
-        weight = (weight * v_scale[None, :]).to(v.dtype)
-        acc = tl.dot(weight, v, acc * shrink[:, None], input_precision="ieee")
+        middle = middle * shrink + weight * tl.expand_dims(v_middle, 1 - TOKENS)
+        weight = (weight * tl.expand_dims(v_scale, 1 - TOKENS)).to(v.dtype)
+        acc *= shrink
+        if SWAPPED:
+            acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weight, v, acc, input_precision="ieee")
 
-    total = tl.sum(total, axis=1)
+    total = tl.sum(total, axis=TOKENS)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     log_total = tl.where(empty, float("-inf"), peak * to_log2 * _LN2 + tl.log(total))
@@ -327,14 +342,13 @@ def attend_kernel(
     if sink is not None:
         of_sink = tl.load(sink + request // sink_requests * heads + head, mask=row_valid, other=0.0)
         norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
-    result = (acc + tl.sum(middle, axis=1)[:, None]) * norm[:, None]
+    result = acc + tl.expand_dims(tl.sum(middle, axis=TOKENS), TOKENS)
+    result *= tl.expand_dims(norm, TOKENS)
     if PACKED and VALUE_BITS == 4:
         column = unpack_triton.dimension_of_value(column)
-    tl.store(
-        out + row_out[:, None] * HEAD_DIM + column[None, :],
-        result.to(out.dtype.element_ty),
-        mask=row_valid[:, None] & (column < HEAD_DIM)[None, :],
-    )
+    inside = tl.expand_dims(row_valid, TOKENS) & tl.expand_dims(column < HEAD_DIM, 1 - TOKENS)
+    at = tl.expand_dims(row_out * HEAD_DIM, TOKENS) + tl.expand_dims(column, 1 - TOKENS)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + row_out, log_total, mask=row_valid)
 
 

@@ -21,6 +21,7 @@ class TurboQuantPlan:
         num_stages: Depth of the pipeline of loads.
         blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
         rotation: "fused" rotates queries in the attention kernel, "separate" before it.
+        swapped: Whether cached tokens are the rows of the matrix products, and queries the columns.
 
     Example:
         >>> TurboQuantPlan(num_splits=4).num_splits
@@ -34,14 +35,16 @@ class TurboQuantPlan:
     num_stages: int | None = None
     blocks_per_sm: int | None = None
     rotation: str | None = None
+    swapped: bool | None = None
 
     def __post_init__(self):
+        checks.one_of("plan.swapped", self.swapped, (None, False, True))
         checks.one_of("plan.rotation", self.rotation, (None, "fused", "separate"))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "rotation" and value is not None:
+            if field.name not in ("rotation", "swapped") and value is not None:
                 checks.at_least_one(f"plan.{field.name}", value)
-        for name, smallest in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+        for name, smallest in (("block_m", 8), ("block_n", 16), ("num_warps", 1)):
             allowed = [size for size in _POWERS_OF_TWO if size >= smallest]
             checks.one_of(f"plan.{name}", getattr(self, name), (None, *allowed))
 
@@ -103,6 +106,7 @@ class TritonPlan:
     num_stages: int
     blocks_per_sm: int
     rotation: str
+    swapped: bool
     packed: bool
 
 
@@ -169,6 +173,7 @@ def resolve_triton(operands, call) -> TritonPlan:
         num_stages=given.num_stages or num_stages,
         blocks_per_sm=blocks_per_sm,
         rotation=given.rotation or "fused",
+        swapped=block_m <= 32 if given.swapped is None else given.swapped,
         packed=_can_be_packed(static.format, operands["q"].dtype.itemsize),
     )
 

@@ -151,7 +151,7 @@ def test_formats_are_frozen_and_compared_by_value():
     [
         ({"num_splits": 0}, ValueError, "plan.num_splits: got 0, expected >= 1"),
         ({"num_splits": 2.5}, TypeError, "plan.num_splits: got float, expected an integer"),
-        ({"block_m": 8}, ValueError, "plan.block_m: got 8, expected one of [None, 16"),
+        ({"block_m": 4}, ValueError, "plan.block_m: got 4, expected one of [None, 8"),
         ({"block_n": 48}, ValueError, "plan.block_n: got 48, expected one of [None, 16"),
         ({"num_warps": 3}, ValueError, "plan.num_warps: got 3, expected one of [None, 1"),
         ({"rotation": "none"}, ValueError, "plan.rotation: got 'none', expected one of"),
