@@ -113,7 +113,8 @@ class TritonPlan:
 # (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm): the first entry that holds
 # all queries of a KV head, else the last.
 _TILES = (
-    (16, 16, 64, 4, 3, 4),
+    (8, 8, 128, 4, 3, 3),
+    (16, 16, 128, 4, 3, 3),
     (32, 32, 64, 4, 3, 3),
     (64, 64, 64, 4, 3, 2),
     (128, 128, 64, 8, 3, 1),
@@ -216,11 +217,11 @@ def triton_unsupported(operands, call) -> str | None:
 
 
 def _shared_bytes(plan: TritonPlan, format, itemsize: int) -> int:
-    """Query tile, weights, keys and values as numbers, and the codes of every stage."""
+    """Query tile, weights, keys or values as numbers, and the codes of all stages but one."""
     block_d = max(16, _next_power_of_two(format.head_dim))
     codes = block_d * (format.key_bits + format.value_bits) // 8 + 2 * format.num_fields
-    numbers = (plan.block_m + 2 * plan.block_n) * block_d + plan.block_m * plan.block_n
-    return numbers * itemsize + plan.num_stages * plan.block_n * codes
+    numbers = (plan.block_m + plan.block_n) * block_d + plan.block_m * plan.block_n
+    return numbers * itemsize + (plan.num_stages - 1) * plan.block_n * codes
 
 
 def _next_power_of_two(count: int) -> int:
