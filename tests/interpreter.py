@@ -3,7 +3,8 @@
 Triton decides at import whether it interprets, so this works only in a process that was started
 with TRITON_INTERPRET=1. The interpreter expects PyTorch tensors; `_Tensor` offers the few methods
 of one that it calls. It takes the bits of bf16 for integers in dots and
-conversions, or cuts where a GPU rounds; `_dot` and `_cast` are put in their place.
+conversions, or cuts where a GPU rounds; `_dot` and `_cast` are put in their place. Inline assembly
+it has none: `_inline_asm` executes what has one element of 16 bits in each register.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests import ptx
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
@@ -36,7 +39,24 @@ def _cast(self, src, dst_type):
     return interpreter.TensorHandle(data, dst_type.scalar)
 
 
+def _inline_asm(self, assembly, constraints, arguments, types, is_pure, pack):
+    assert pack == 1
+    inputs = {len(types) + n: argument.data for n, argument in enumerate(arguments)}
+    results = ptx.execute(assembly, inputs)
+    return _Results(
+        interpreter.TensorHandle(
+            results[n].astype(np.uint16).view(interpreter._get_np_dtype(each)), each.scalar
+        )
+        for n, each in enumerate(types)
+    )
+
+
+class _Results(list):
+    get_result = list.__getitem__
+
+
 interpreter.InterpreterBuilder.create_dot = _dot
+interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
 interpreter.InterpreterBuilder.cast_impl = _cast
 
 

@@ -163,6 +163,6 @@ TURBOQUANT_OUT = {
     jnp.dtype(jnp.bfloat16): 3e-3,
     jnp.dtype(jnp.float16): 3e-3,
 }
-# Queries and centroids are rounded to fp16, by up to 2**-11 each. A logit's D products, whose squares
-# sum to about 1, may be off by 4e-4 together; this is a few times that, for the worst of many rows.
+# Queries and centroids are rounded to fp16, by up to 2**-11 each. A logit's D products, whose
+# squares sum to about 1, may be off by 4e-4 together; this is a few times that, for many rows.
 TURBOQUANT_LSE = 3e-3

@@ -8,8 +8,8 @@ import pytest
 
 from jax_beam_attn._core import availability
 from jax_beam_attn._core.target import TARGETS
+from tests.ptx import execute
 from tests.turboquant.oracle import E4M3
-from tests.turboquant.ptx import execute
 
 _NO_TRITON = availability.triton_unavailable(TARGETS["h200"])
 pytestmark = pytest.mark.skipif(_NO_TRITON is not None, reason=str(_NO_TRITON))

@@ -1,4 +1,4 @@
-"""Executes the few PTX instructions of `unpack_triton.py` on NumPy words, as the PTX ISA says."""
+"""Executes the few PTX instructions of inline assembly on NumPy words, as the PTX ISA says."""
 
 from __future__ import annotations
 
