@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import jax
 
-from bench import beam, results, timing
+from bench import beam, results, timing, turboquant
 from bench.stamp import make_stamp
 from bench.suite import measure
 from bench.table import format_floors, format_table
 
-SUITES = {"beam": beam.SUITE}
+SUITES = {"beam": beam.SUITE, "turboquant": turboquant.SUITE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
