@@ -210,13 +210,15 @@ def attend_kernel(
     token = first + row // group
     head = kv_head * group + row % group
     row_valid = (row < block_q * group) & (token < end)
-    # The first position that a row does not see, and the first that one of the tile sees.
+    # The first position that a row does not see; that of the tile's first and of its last row.
     limit = length - (end - token) + 1
-    last_token = tl.minimum(first + block_q, end) - 1
-    high = tl.maximum(length - (end - last_token) + 1, 0)
+    first_limit = length - (end - first) + 1
+    last_limit = length - (end - tl.minimum(first + block_q, end))
+    reach = window if WINDOW else last_limit
+    high = tl.maximum(last_limit, 0)
     low = 0
     if WINDOW:
-        low = tl.maximum(length - (end - first) + 1 - window, 0) // BLOCK_N * BLOCK_N
+        low = tl.maximum(first_limit - window, 0) // BLOCK_N * BLOCK_N
     low += split * chunk
     if split < num_splits - 1:
         high = tl.minimum(high, low + chunk)
@@ -238,9 +240,9 @@ def attend_kernel(
     codebook = centroids
     unit = 1.0
     if KEY_BITS < 8:
-        codebook = centroids + request // centroids_requests * (1 << KEY_BITS)
+        codebook = centroids + request // centroids_requests * 2**KEY_BITS
         if not EXACT:
-            unit = _largest(codebook, 1 << KEY_BITS)
+            unit = _largest(codebook, 2**KEY_BITS)
     elif not EXACT:
         unit = 256.0
 
@@ -270,9 +272,9 @@ def attend_kernel(
     BY_TOKEN: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N)
     BY_DIMENSION: tl.constexpr = (BLOCK_D, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_D)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    # Sums over tokens stay apart for each token of a tile until the end.
-    total = tl.zeros(BY_TOKEN, tl.float32)
-    middle = tl.zeros(BY_TOKEN, tl.float32)
+    # Tokens along axis 0 lie in all warps, so their sums stay apart until the end.
+    total = tl.zeros(BY_TOKEN if SWAPPED else (BLOCK_M,), tl.float32)
+    middle = tl.zeros(BY_TOKEN if SWAPPED else (BLOCK_M,), tl.float32)
     acc = tl.zeros(BY_DIMENSION, tl.float32)
     byte_tables = 0
     if PACKED and KEY_BITS < 8:
@@ -301,24 +303,29 @@ def attend_kernel(
             score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
         at = metadata, table, position, max_blocks, num_blocks, block_bytes
         FIRST: tl.constexpr = 0 if KEY_BITS == 8 else 1
+        # Codes are finite whatever lies behind a length; norms need not be.
+        masked = tl.expand_dims(tl.where(valid, 0.0, float("-inf")), 1 - TOKENS)
         if KEY_BITS < 8:
             k_norm = _metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
-            score *= tl.expand_dims(k_norm, 1 - TOKENS)
+            score *= tl.expand_dims(tl.where(valid, k_norm, 0.0), 1 - TOKENS)
         if SOFT_CAP:
             score = 2.0 * tl.sigmoid(2.0 * tl.expand_dims(to_cap, TOKENS) * score) - 1.0
-        seen = tl.expand_dims(valid, 1 - TOKENS)
+        score += masked
         if (query_start is not None) or WINDOW:
-            where = tl.expand_dims(position + offset, 1 - TOKENS)
-            seen = seen & (where < tl.expand_dims(limit, TOKENS))
-            if WINDOW:
-                seen = seen & (where >= tl.expand_dims(limit - window, TOKENS))
-        score = tl.where(seen, score, float("-inf"))
+            # Only tiles at the ends of what a row sees need a mask of each element.
+            at_an_end = (position + BLOCK_N > first_limit) | (position < last_limit - reach)
+            if at_an_end:
+                where = tl.expand_dims(position + offset, 1 - TOKENS)
+                seen = where < tl.expand_dims(limit, TOKENS)
+                if WINDOW:
+                    seen = seen & (where >= tl.expand_dims(limit - window, TOKENS))
+                score = tl.where(seen, score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=TOKENS))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
-        shrink = tl.expand_dims(tl.exp2(peak * to_log2 - base), TOKENS)
+        shrink = tl.exp2(peak * to_log2 - base)
+        shrink_all = tl.expand_dims(shrink, TOKENS)
         weight = tl.exp2(score * scale_of_row - tl.expand_dims(base, TOKENS))
         peak = new_peak
-        total = total * shrink + weight
 
         # What lies behind a length may be NaN, and 0 * NaN is NaN.
         v_scale = _metadata(at, FIRST, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
@@ -326,15 +333,23 @@ def attend_kernel(
         v_zero = _metadata(at, FIRST + 1, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
         v_middle = tl.where(valid, v_zero, 0.0) + v_scale * MIDDLE
         v = _values(cache, data + KEY_BYTES, HEAD_DIM, VALUE_BITS, BLOCK_D, PACKED, EXACT)
-        middle = middle * shrink + weight * tl.expand_dims(v_middle, 1 - TOKENS)
+        of_middle = weight * tl.expand_dims(v_middle, 1 - TOKENS)
+        if SWAPPED:
+            total = total * shrink_all + weight
+            middle = middle * shrink_all + of_middle
+        else:
+            total = total * shrink + tl.sum(weight, axis=1)
+            middle = middle * shrink + tl.sum(of_middle, axis=1)
         weight = (weight * tl.expand_dims(v_scale, 1 - TOKENS)).to(v.dtype)
-        acc *= shrink
+        acc *= shrink_all
         if SWAPPED:
             acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
         else:
             acc = tl.dot(weight, v, acc, input_precision="ieee")
 
-    total = tl.sum(total, axis=TOKENS)
+    if SWAPPED:
+        total = tl.sum(total, axis=0)
+        middle = tl.sum(middle, axis=0)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     log_total = tl.where(empty, float("-inf"), peak * to_log2 * _LN2 + tl.log(total))
@@ -342,7 +357,7 @@ def attend_kernel(
     if sink is not None:
         of_sink = tl.load(sink + request // sink_requests * heads + head, mask=row_valid, other=0.0)
         norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
-    result = acc + tl.expand_dims(tl.sum(middle, axis=TOKENS), TOKENS)
+    result = acc + tl.expand_dims(middle, TOKENS)
     result *= tl.expand_dims(norm, TOKENS)
     if PACKED and VALUE_BITS == 4:
         column = unpack_triton.dimension_of_value(column)
@@ -471,7 +486,7 @@ def _codes(cache, data, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.
     at = cache + data[:, None] + byte[None, :]
     low = tl.load(at, mask=(byte < SIZE)[None, :], other=0).to(tl.int32)
     high = tl.load(at + 1, mask=(byte + 1 < SIZE)[None, :], other=0).to(tl.int32)
-    return ((low | (high << 8)) >> (bit % 8)[None, :]) & ((1 << BITS) - 1)
+    return ((low | (high << 8)) >> (bit % 8)[None, :]) & (2**BITS - 1)
 
 
 @triton.jit
