@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from bench import beam, mla, mla_writers, results, timing
+from bench import beam, mla, mla_writers, results, timing, turboquant
 from bench.stamp import make_stamp
 from bench.suite import measure
 from bench.table import format_floors, format_table
@@ -19,6 +19,7 @@ SUITES = {
     "beam": beam.SUITE,
     "mla": mla.SUITE,
     "mla-writers": mla_writers.SUITE,
+    "turboquant": turboquant.SUITE,
 }
 
 

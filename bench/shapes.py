@@ -234,6 +234,14 @@ TURBOQUANT = (
     TurboQuantShape("tq-64x8192-d64-4bit_nc", "4bit_nc", 64, 8192, 64, 8, 64, 70),
 )
 
+# One has a length that is no multiple of a block.
+TURBOQUANT_QUICK = (
+    TurboQuantShape("quick-4bit_nc", "4bit_nc", 2, 50, 4, 2, 64, 70),
+    TurboQuantShape("quick-3bit_nc", "3bit_nc", 1, 64, 4, 1, 64, 54),
+    TurboQuantShape("quick-k8v4", "k8v4", 2, 33, 4, 2, 32, 52),
+)
+
 BY_ID: dict[str, Shape] = {
-    shape.id: shape for shape in (*BEAM, *BEAM_QUICK, *MLA, *MLA_ALL, *MLA_QUICK, *TURBOQUANT)
+    shape.id: shape
+    for shape in (*BEAM, *BEAM_QUICK, *MLA, *MLA_ALL, *MLA_QUICK, *TURBOQUANT, *TURBOQUANT_QUICK)
 }

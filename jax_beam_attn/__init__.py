@@ -10,6 +10,14 @@ from jax_beam_attn.sparse_mla.api import sparse_mla_decode
 from jax_beam_attn.sparse_mla.cache import append_mla_cache, pack_mla_cache, unpack_mla_cache
 from jax_beam_attn.sparse_mla.plan import SparseMlaPlan
 from jax_beam_attn.sparse_mla.schedule import MlaSchedule, mla_schedule
+from jax_beam_attn.turboquant.api import turboquant_attention, turboquant_decode_attention
+from jax_beam_attn.turboquant.cache import (
+    TurboQuantFormat,
+    turboquant_dequantize,
+    turboquant_store,
+)
+from jax_beam_attn.turboquant.codebook import hadamard_rotation, lloyd_max_centroids
+from jax_beam_attn.turboquant.plan import TurboQuantPlan
 
 __version__ = "0.1.0"
 
@@ -18,15 +26,23 @@ __all__ = [
     "GpuTarget",
     "MlaSchedule",
     "SparseMlaPlan",
+    "TurboQuantFormat",
+    "TurboQuantPlan",
     "append_mla_cache",
     "beam_decode_attn",
     "export_disabled_checks",
     "gpu_target",
+    "hadamard_rotation",
+    "lloyd_max_centroids",
     "merge_splits",
     "mla_schedule",
     "num_splits_heuristic",
     "pack_mla_cache",
     "register_native_handlers",
     "sparse_mla_decode",
+    "turboquant_attention",
+    "turboquant_decode_attention",
+    "turboquant_dequantize",
+    "turboquant_store",
     "unpack_mla_cache",
 ]

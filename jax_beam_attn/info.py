@@ -15,6 +15,8 @@ from jax_beam_attn.beam_decode.op import beam_decode
 from jax_beam_attn.sparse_mla.cache import append
 from jax_beam_attn.sparse_mla.op import sparse_mla
 from jax_beam_attn.sparse_mla.schedule import schedule
+from jax_beam_attn.turboquant.cache import store
+from jax_beam_attn.turboquant.op import turboquant
 
 _PACKAGES = (
     "jax-beam-attn",
@@ -25,7 +27,7 @@ _PACKAGES = (
     "triton",
     "nvidia-cutlass-dsl",
 )
-_OPERATORS = (beam_decode, sparse_mla, schedule, append)
+_OPERATORS = (beam_decode, sparse_mla, schedule, append, turboquant, store)
 
 
 def main() -> None:

@@ -2,15 +2,64 @@
 
 Triton decides at import whether it interprets, so this works only in a process that was started
 with TRITON_INTERPRET=1. The interpreter expects PyTorch tensors; `_Tensor` offers the few methods
-of one that it calls. Its bf16 dot is wrong; fp16 and fp32 are exact. Of inline assembly it knows
-the plain move.
+of one that it calls. It takes the bits of bf16 for integers in dots and conversions, or cuts where
+a GPU rounds; `_dot` and `_cast` are put in their place. Inline assembly it has none: `_inline_asm`
+executes what has one element of 16 bits in each register, and plain moves.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
-from triton.runtime.interpreter import InterpreterBuilder
+import triton.language as tl
+from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests import ptx
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    products = np.matmul(_numbers(a), _numbers(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(products + d.data, d.dtype.scalar)
+
+
+def _numbers(handle) -> np.ndarray:
+    """The numbers of a handle; bf16 lies in it as the upper halves of float32."""
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data
+
+
+def _cast(self, src, dst_type):
+    numbers = _numbers(src)
+    if dst_type.scalar == tl.bfloat16:
+        data = numbers.astype(ml_dtypes.bfloat16).view(np.uint16)
+    else:
+        data = numbers.astype(interpreter._get_np_dtype(dst_type))
+    return interpreter.TensorHandle(data, dst_type.scalar)
+
+
+def _inline_asm(self, assembly, constraints, arguments, types, is_pure, pack):
+    if assembly == "mov.b32 $0, $1;":
+        return _Results(arguments)
+    assert pack == 1
+    inputs = {len(types) + n: argument.data for n, argument in enumerate(arguments)}
+    results = ptx.execute(assembly, inputs)
+    return _Results(
+        interpreter.TensorHandle(
+            results[n].astype(np.uint16).view(interpreter._get_np_dtype(each)), each.scalar
+        )
+        for n, each in enumerate(types)
+    )
+
+
+class _Results(list):
+    get_result = list.__getitem__
+
+
+interpreter.InterpreterBuilder.create_dot = _dot
+interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
+interpreter.InterpreterBuilder.cast_impl = _cast
 
 
 class _Dtype(str):
@@ -54,22 +103,6 @@ class _Tensor:
 
     def copy_(self, _):
         return self
-
-
-def _move(builder, assembly, constraints, values, types, is_pure, pack):
-    if assembly != "mov.b32 $0, $1;":
-        raise NotImplementedError(assembly)
-    return _Results(values)
-
-
-class _Results(list):
-    """Values in the clothes of an operation's results."""
-
-    def get_result(self, index: int):
-        return self[index]
-
-
-InterpreterBuilder.create_inline_asm = _move
 
 
 def triton_call(kernel, arrays, numbers, outputs, *, grid, **options):

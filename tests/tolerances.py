@@ -151,3 +151,21 @@ def assert_mla_out_close(got, want) -> None:
     size = max((got**2 + want**2).sum(), flushed / MLA_OUT_COSINE)
     cosine = ((got - want) ** 2).sum() / size  # 1 - 2 (got . want) / size
     assert cosine <= MLA_OUT_COSINE, f"cosine difference {cosine:.3g}"
+
+
+# Half a step of fp16 (ten mantissa bits), and float32's part in what is rounded to it.
+F16_ROUNDING = 2.0**-11 + 1e-6
+# How near to the border of two codes float32 may take the other one: relative to the largest
+# centroid, which a rotated coordinate's rounding is a few float32 steps of, or in steps of a value.
+TURBOQUANT_MIDPOINT = 1e-5
+
+# TurboQuant kernels against the float32 reference on the same cache: relative Frobenius error.
+# Weights times a value's scale are rounded to bf16 for either 16-bit dtype.
+TURBOQUANT_OUT = {
+    jnp.dtype(jnp.float32): 1e-5,
+    jnp.dtype(jnp.bfloat16): 3e-3,
+    jnp.dtype(jnp.float16): 3e-3,
+}
+# Queries and centroids are rounded to fp16, by up to 2**-11 each. A logit's D products, whose
+# squares sum to about 1, may be off by 4e-4 together; this is a few times that, for many rows.
+TURBOQUANT_LSE = 3e-3

@@ -9,6 +9,7 @@ calls. What has to happen depends on the operand's role:
 - index into a pool: repeated like a batched operand, then shifted where the pool is mapped.
 - scalar or vector that may be given once for all or once per sample: a mapped one becomes
   per-sample.
+- grouped [R, ...], R = 1 outside vmap: of each of R equal groups of consecutive samples.
 """
 
 from __future__ import annotations
@@ -70,3 +71,18 @@ def per_sample(array: jax.Array, mapped: bool, size: int, batch: int, rank: int)
     if not has_batch:
         array = jnp.broadcast_to(array[:, None], (size, batch, *array.shape[1:]))
     return batched(array, mapped, size)
+
+
+def grouped(array: jax.Array, mapped: bool, size: int) -> jax.Array:
+    """A value of each of R equal groups of samples, [R, ...], as that of N*R groups.
+
+    One for all samples, R = 1, stays so where it is not mapped.
+    """
+    if not mapped and array.shape[0] == 1:
+        return array
+    return batched(array, mapped, size)
+
+
+def of_each(array: jax.Array, count: int) -> jax.Array:
+    """[R, ...] as [count, ...]: the value of each of `count` samples or smaller groups."""
+    return jnp.repeat(array, count // max(array.shape[0], 1), axis=0)

@@ -66,7 +66,6 @@ def merge_slots(
         grid=(batch * row_blocks,),
         target=target,
         num_warps=4,
-        num_stages=4,
         HEAD_DIM=head_dim,
         BLOCK_ROWS=_BLOCK_ROWS,
         BLOCK_D=triton.next_power_of_2(head_dim),
@@ -113,7 +112,7 @@ def merge_kernel(
         found = peak != float("-inf")
         total = tl.where(found, 1.0, 0.0)
         acc = tl.load(extra + own * HEAD_DIM + at, mask=inside & found[:, None], other=0.0)
-    for slot in tl.range(first, end):
+    for slot in tl.range(first, end, num_stages=4):
         base = tl.cast(slot, tl.int64) * num_rows
         part_peak = tl.load(part_lse + base + row, mask=valid, other=float("-inf"))
         # An empty part may hold anything; zeros stand for it.

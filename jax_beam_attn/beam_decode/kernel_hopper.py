@@ -19,7 +19,6 @@ context loop. `kernel_hopper.md` counts the cycles.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import cutlass
 import cutlass.cute as cute
@@ -156,6 +155,7 @@ class Attend:
 
     @property
     def block_m(self) -> int:
+        """Queries of a thread block."""
         return _ROWS * self.warpgroups
 
     @property
@@ -165,6 +165,7 @@ class Attend:
 
     @property
     def threads(self) -> int:
+        """Threads of a thread block."""
         return _WARPGROUP * (1 + self.warpgroups)
 
     @property
@@ -174,8 +175,9 @@ class Attend:
 
     @cute.jit
     def __call__(self, stream, *tensors):
+        """Launches the kernel, see `run` for the tensors."""
         q, k, v, k_beam, v_beam, topk, decode_nums = tensors[:7]
-        optional = dict(zip(self.optional, tensors[7:-4]))
+        optional = dict(zip(self.optional, tensors[7:-4], strict=True))
         out, lse, first_slot, numbers = tensors[-4:]
         kv_heads = k_beam.shape[2]
         group = q.shape[2] // kv_heads
@@ -494,7 +496,8 @@ class Attend:
                         cute.arch.inline_ptx(
                             "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
                             read_only_args=[
-                                beam_cache.iterator.toint() + at, Int32(self.head_dim * 2)
+                                beam_cache.iterator.toint() + at,
+                                Int32(self.head_dim * 2),
                             ],
                         )
         self._look_up(
@@ -534,7 +537,9 @@ class Attend:
                         cute.arch.inline_ptx(
                             "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
                             read_only_args=[
-                                to + (half * _ROWS + mine) * 128 + swizzle, from_row, size
+                                to + (half * _ROWS + mine) * 128 + swizzle,
+                                from_row,
+                                size,
                             ],
                         )
             cute.arch.cp_async_mbarrier_arrive_noinc(full_beam + stage)
@@ -602,18 +607,14 @@ class Attend:
         qk = self._qk(dtype, self.block_n)
         pv = self._pv(dtype)
         qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
-        q_fragment = qk_thread.make_fragment_A(
-            qk_thread.partition_A(s_q)
-        )[None, None, None, group_index]
+        q_fragment = qk_thread.make_fragment_A(qk_thread.partition_A(s_q))[
+            None, None, None, group_index
+        ]
         k_fragment = qk_thread.make_fragment_B(qk_thread.partition_B(s_k))
         v_fragment = pv_thread.make_fragment_B(pv_thread.partition_B(s_v))
-        scores = qk_thread.make_fragment_C(
-            qk_thread.partition_shape_C((_ROWS, self.block_n))
-        )
+        scores = qk_thread.make_fragment_C(qk_thread.partition_shape_C((_ROWS, self.block_n)))
         acc = pv_thread.make_fragment_C(pv_thread.partition_shape_C((_ROWS, self.block_d)))
-        weights = pv_thread.make_fragment_A(
-            pv_thread.partition_shape_A((_ROWS, self.block_n))
-        )
+        weights = pv_thread.make_fragment_A(pv_thread.partition_shape_A((_ROWS, self.block_n)))
         acc.fill(0.0)
         peak = cute.make_rmem_tensor(2, Float32)
         total = cute.make_rmem_tensor(2, Float32)
@@ -626,14 +627,14 @@ class Attend:
         if num_tiles > 0:
             at = num_tiles - 1
             _wait(full_k + stage, phase)
-            self._start(qk, scores, q_fragment,
-                        k_fragment[None, None, None, stage], False)
+            self._start(qk, scores, q_fragment, k_fragment[None, None, None, stage], False)
             warpgroup.wait_group(0)
             self._release(empty_k + stage, lane)
             valid = cutlass.min(high - low - at * self.block_n, self.block_n)
             if const_expr(block_tables is not None):
-                valid = self._valid_in_page(valid, low + at * self.block_n, sample, page_size,
-                                            pool_rows, block_tables)
+                valid = self._valid_in_page(
+                    valid, low + at * self.block_n, sample, page_size, pool_rows, block_tables
+                )
             self._cap_all(scores, to_cap)
             self._mask(scores, valid, lane)
             self._softmax(scores, peak, total, shrink, to_log2)
@@ -654,8 +655,7 @@ class Attend:
                 _wait(full_k + stage, phase)
                 if const_expr(self.warpgroups == 2):
                     self._take_turn(group_index)
-                self._start(qk, scores, q_fragment,
-                            k_fragment[None, None, None, stage], False)
+                self._start(qk, scores, q_fragment, k_fragment[None, None, None, stage], False)
                 _wait(full_v + v_stage, v_phase)
                 self._start(pv, acc, weights, v_fragment[None, None, None, v_stage], True)
                 if const_expr(self.warpgroups == 2):
@@ -666,8 +666,14 @@ class Attend:
                 if const_expr(block_tables is not None):
                     self._mask(
                         scores,
-                        self._valid_in_page(self.block_n, low + at * self.block_n, sample,
-                                            page_size, pool_rows, block_tables),
+                        self._valid_in_page(
+                            self.block_n,
+                            low + at * self.block_n,
+                            sample,
+                            page_size,
+                            pool_rows,
+                            block_tables,
+                        ),
                         lane,
                     )
                 self._softmax(scores, peak, total, shrink, to_log2)
@@ -754,17 +760,11 @@ class Attend:
             for half in cutlass.range_constexpr(self.halves):
                 tile = at * self.halves + half
                 if tile < tiles and tile % self.warpgroups == group_index:
-                    k_half = cute.local_tile(
-                        s_k, (_ROWS, self.block_d, self.stages), (half, 0, 0)
-                    )
-                    v_half = cute.local_tile(
-                        s_v, (self.block_d, _ROWS, self.stages), (0, half, 0)
-                    )
+                    k_half = cute.local_tile(s_k, (_ROWS, self.block_d, self.stages), (half, 0, 0))
+                    v_half = cute.local_tile(s_v, (self.block_d, _ROWS, self.stages), (0, half, 0))
                     k_fragment = qk_thread.make_fragment_B(qk_thread.partition_B(k_half))
                     v_fragment = pv_thread.make_fragment_B(pv_thread.partition_B(v_half))
-                    self._start(
-                        qk, scores, q_fragment, k_fragment[None, None, None, stage], False
-                    )
+                    self._start(qk, scores, q_fragment, k_fragment[None, None, None, stage], False)
                     warpgroup.wait_group(0)
                     self._cap_all(scores, to_cap)
                     for j in cutlass.range_constexpr(_ROWS // 8):
@@ -788,8 +788,10 @@ class Attend:
 
     @cute.jit
     def _take_turn(self, group_index):
-        """Waits until the other warpgroup's MMAs are under way: one computes its softmax while
-        the other uses the tensor cores."""
+        """Waits until the other warpgroup's MMAs are under way.
+
+        So that one computes its softmax while the other uses the tensor cores.
+        """
         cute.arch.barrier(barrier_id=1 + group_index, number_of_threads=2 * _WARPGROUP)
 
     @cute.jit
@@ -813,9 +815,7 @@ class Attend:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def _load_queries(
-        self, q, s_q, group_index, thread, first_row, sample, kv_head, group, sign
-    ):
+    def _load_queries(self, q, s_q, group_index, thread, first_row, sample, kv_head, group, sign):
         """The warpgroup's queries, packed: row = beam * G + query head of the group."""
         width, heads = q.shape[1], q.shape[2]
         vectors = self.block_d // _VECTOR
@@ -962,7 +962,9 @@ class Attend:
                 cute.arch.inline_ptx(
                     "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
                     read_only_args=[
-                        s_k.iterator.toint() + to, acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]
+                        s_k.iterator.toint() + to,
+                        acc[4 * j + 2 * r],
+                        acc[4 * j + 2 * r + 1],
                     ],
                 )
             if lane % 4 == 0:
@@ -977,7 +979,7 @@ class Attend:
         self, s_k, part_peak, part_total, out, lse, sink, lane, warp, first_row, sample, rank,
         kv_head, group, to_log2,
     ):  # fmt: skip
-        """Merges the parts of the cluster; each of its thread blocks has every so-manieth row."""
+        """Merges the parts of the cluster; block r has rows r, r + cluster, ..."""
         width, heads = out.shape[1], out.shape[2]
         parts = [_of_block(s_k.iterator.toint(), c) for c in range(self.cluster)]
         peaks = [_of_block(part_peak.iterator.toint(), c) for c in range(self.cluster)]
@@ -1061,9 +1063,7 @@ class Attend:
                 first_slot[index + 1] = end
             past = cute.arch.vote_ballot_sync(index < batch and end <= slot)
             sample += cute.arch.popc(past)
-            here = cute.arch.vote_ballot_sync(
-                index < batch and end > slot and end - count <= slot
-            )
+            here = cute.arch.vote_ballot_sync(index < batch and end > slot and end - count <= slot)
             if here != 0:
                 owner = cute.arch.popc(here - 1)
                 split = slot - cute.arch.shuffle_sync(end - count, offset=owner)

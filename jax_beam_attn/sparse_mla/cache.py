@@ -15,14 +15,12 @@ are padding, never read or written.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_beam_attn._core import checks, folding, native
+from jax_beam_attn._core import cache_writer, checks, native
 from jax_beam_attn._core.handler import Handler
 from jax_beam_attn._core.operator import Operator, Output
 
@@ -108,7 +106,7 @@ def pack_mla_cache(kv: jax.Array, format: str, block_bytes: int | None = None) -
     num_blocks, page_size = kv.shape[:2]
     if block_bytes is not None:
         _check_block_bytes(layout, page_size, block_bytes)
-    kv = _forward_only("pack_mla_cache", jnp.asarray(kv))
+    kv = cache_writer.forward_only("pack_mla_cache", jnp.asarray(kv))
     rows, scales = quantize(kv.reshape(num_blocks, page_size, layout.head_dim), layout)
     parts = (part.reshape(num_blocks, page_size * part.shape[-1]) for part in (rows, scales))
     blocks = jnp.concatenate([*parts], axis=1)
@@ -252,21 +250,8 @@ def _as_uint8(cache: jax.Array) -> jax.Array:
     if cache.dtype == jnp.uint8:
         return cache
     if cache.dtype != jnp.int8:  # of a float JAX would take a derivative: zeros
-        cache = _forward_only("sparse_mla_decode and unpack_mla_cache", cache)
+        cache = cache_writer.forward_only("sparse_mla_decode and unpack_mla_cache", cache)
     return jax.lax.bitcast_convert_type(cache, jnp.uint8)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward_only(name: str, array: jax.Array) -> jax.Array:
-    """The array itself, where operations follow whose derivative JAX takes for zero."""
-    return array
-
-
-@_forward_only.defjvp
-def _refuse_gradient(name, *_):
-    raise NotImplementedError(
-        f"{name}: forward-only, bytes have no derivative; wrap the operand in jax.lax.stop_gradient"
-    )
 
 
 def _check_block_bytes(layout: MlaFormat, page_size: int, block_bytes: int) -> None:
@@ -315,10 +300,10 @@ def quantize(kv: jax.Array, layout: MlaFormat) -> tuple[jax.Array, jax.Array]:
         scales = jnp.pad(exponent.astype(jnp.uint8), [(0, 0)] * len(lead) + [(0, 1)])
     divisor = jax.lax.bitcast_convert_type(bits, jnp.float32)
     codes = _e4m3(_quotient(values, divisor[..., None]))
-    rope = _bytes(_bf16(kv[..., layout.quantized_dim :]))
+    rope = cache_writer.to_bytes(_bf16(kv[..., layout.quantized_dim :]))
     parts = [codes.reshape(*lead, layout.quantized_dim), rope]
     if layout is V32:
-        parts.insert(1, _bytes(bits))
+        parts.insert(1, cache_writer.to_bytes(bits))
     return jnp.concatenate(parts, axis=-1), scales
 
 
@@ -374,7 +359,7 @@ def dequantize(rows: jax.Array, scales: jax.Array, layout: MlaFormat) -> jax.Arr
     codes = jax.lax.bitcast_convert_type(rows[..., : layout.quantized_dim], jnp.float8_e4m3fn)
     values = codes.astype(jnp.float32).reshape(*lead, layout.num_groups, layout.group)
     if layout is V32:
-        scale = _from_bytes(rows[..., 512:528], jnp.float32)
+        scale = cache_writer.from_bytes(rows[..., 512:528], jnp.float32)
         values = values * scale[..., None]
     else:
         # 2**(byte - 127) reaches below the normal numbers, so it is applied in two normal halves.
@@ -383,25 +368,13 @@ def dequantize(rows: jax.Array, scales: jax.Array, layout: MlaFormat) -> jax.Arr
         values = values * _power_of_two(half)[..., None]
         values = values * _power_of_two(exponent - half)[..., None]
         values = jnp.where((exponent == 128)[..., None], jnp.nan, values)
-    rope = _from_bytes(rows[..., -2 * ROPE_DIM :], jnp.bfloat16).astype(jnp.float32)
+    rope = cache_writer.from_bytes(rows[..., -2 * ROPE_DIM :], jnp.bfloat16).astype(jnp.float32)
     return jnp.concatenate([values.reshape(*lead, layout.quantized_dim), rope], axis=-1)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
     """2**exponent of a normal number, from its bits: `exp2` may be off by some steps."""
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
-def _bytes(array: jax.Array) -> jax.Array:
-    """[..., n] as its little-endian bytes, uint8 [..., n * itemsize]."""
-    size = array.shape[-1] * array.dtype.itemsize
-    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(*array.shape[:-1], size)
-
-
-def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
-    size = jnp.dtype(dtype).itemsize
-    groups = array.reshape(*array.shape[:-1], array.shape[-1] // size, size)
-    return jax.lax.bitcast_convert_type(groups, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -414,10 +387,7 @@ class AppendStatic:
 
 def _append_reference(operands, static: AppendStatic):
     cache, kv, slots = operands["cache"], operands["kv"], operands["slots"]
-    # A slot outside the cache goes to a block behind the last, which the scatter drops.
-    inside = (slots >= 0) & (slots < cache.shape[0] * static.page_size)
-    block = jnp.where(inside, slots // max(static.page_size, 1), cache.shape[0])
-    offset = slots % max(static.page_size, 1)
+    block, offset = cache_writer.locate(slots, cache.shape[0], static.page_size)
     if static.format == "bf16":
         tokens = jax.lax.bitcast_convert_type(_bf16(kv), cache.dtype)
         return (cache.at[block, offset, 0].set(tokens, mode="drop"),)
@@ -435,17 +405,9 @@ def _append_reference(operands, static: AppendStatic):
 
 
 def _write(cache, block, first_byte, data):
-    """Writes data uint8 [N, n] into blocks, from a byte of each on.
-
-    The cache keeps its form and dtype: XLA would copy all of it to change them there and back.
-    """
-    data = jax.lax.bitcast_convert_type(data, cache.dtype)
+    """Writes data uint8 [N, n] into blocks, from a byte of each on."""
     byte = first_byte[:, None] + jnp.arange(data.shape[1], dtype=jnp.int32)[None]
-    block = jnp.broadcast_to(block[:, None], byte.shape)
-    if cache.ndim == 2:
-        return cache.at[block, byte].set(data, mode="drop")
-    token_bytes = cache.shape[3]
-    return cache.at[block, byte // token_bytes, 0, byte % token_bytes].set(data, mode="drop")
+    return cache_writer.write(cache, block, byte, data)
 
 
 def _append_native(operands, static: AppendStatic):
@@ -465,18 +427,8 @@ def _append_native(operands, static: AppendStatic):
 
 
 def _append_fold(size, operands, mapped, static):
-    if "cache" not in mapped:
-        raise ValueError(
-            "cache: got one cache for all calls of a vmap with mapped kv or slot_mapping, expected "
-            "a mapped cache: the calls would each write their own copy"
-        )
-    pool_size = operands["cache"].shape[1] * static.page_size
-    slots = folding.batched(operands["slots"], "slots" in mapped, size)
-    return {
-        "cache": folding.pool(operands["cache"], True),
-        "kv": folding.batched(operands["kv"], "kv" in mapped, size),
-        "slots": folding.shift_into_pool(slots, size, pool_size),
-    }, static
+    folded = cache_writer.fold(size, operands, mapped, page_size=static.page_size, updates=["kv"])
+    return {name: folded[name] for name in operands}, static
 
 
 append = Operator(

@@ -1,0 +1,161 @@
+"""Suite `turboquant`: `turboquant_decode_attention` beside attention over a plain bf16 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import shapes
+from bench.shapes import TurboQuantShape
+from bench.suite import Implementation, Suite
+from bench.timing import Inputs
+from jax_beam_attn import (
+    TurboQuantFormat,
+    hadamard_rotation,
+    lloyd_max_centroids,
+    turboquant_decode_attention,
+    turboquant_dequantize,
+    turboquant_store,
+)
+
+# Tokens that are quantised; larger caches repeat their blocks, in random order.
+_DISTINCT_TOKENS = 65536
+
+
+def make_inputs(shape: TurboQuantShape) -> Inputs:
+    """Normal keys and values, stored in blocks in random order; all requests have full length.
+
+    With the cache come its keys and values in bf16, dense and rotated back, for the peers.
+    """
+    format = TurboQuantFormat.preset(
+        shape.preset,
+        head_dim=shape.head_dim,
+        num_kv_heads=shape.kv_heads,
+        block_size=shape.block_size,
+    )
+    rng = np.random.default_rng(0)
+    per_request = -(-shape.context // shape.block_size)
+    num_blocks = shape.batch * per_request
+    distinct = min(num_blocks, _DISTINCT_TOKENS // shape.block_size)
+    rotation = hadamard_rotation(shape.head_dim, jax.random.key(0))
+    book = {}
+    if not format.key_is_fp8:
+        centroids = lloyd_max_centroids(format.key_bits, shape.head_dim)
+        book = {"rotation": rotation, "centroids": centroids}
+    blocks = _stored(distinct, format, book)
+    k, v = turboquant_dequantize(blocks, format=format, centroids=book.get("centroids"))
+    if book:
+        k = jnp.einsum("bthi,ij->bthj", k, rotation, precision="highest")
+
+    # Block n of the cache is block source[n] of the distinct ones.
+    source = rng.integers(0, distinct, num_blocks).astype(np.int32)
+    table = rng.permutation(num_blocks).astype(np.int32).reshape(shape.batch, per_request)
+    dense = (shape.batch, per_request * shape.block_size, shape.kv_heads, shape.head_dim)
+    return {
+        "query": jax.random.normal(
+            jax.random.key(1), (shape.batch, shape.heads, shape.head_dim), jnp.bfloat16
+        ),
+        "kv_cache": blocks[source],
+        "block_table": jnp.asarray(table),
+        "seq_lens": jnp.full(shape.batch, shape.context, jnp.int32),
+        **book,
+        "k_dense": k.astype(jnp.bfloat16)[source[table]].reshape(dense),
+        "v_dense": v.astype(jnp.bfloat16)[source[table]].reshape(dense),
+    }
+
+
+def _stored(num_blocks: int, format: TurboQuantFormat, book: Inputs) -> jax.Array:
+    tokens = num_blocks * format.block_size
+    key, value = jax.random.normal(
+        jax.random.key(2), (2, tokens, format.num_kv_heads, format.head_dim), jnp.bfloat16
+    )
+    return turboquant_store(
+        jnp.zeros(format.cache_shape(num_blocks), jnp.uint8),
+        key,
+        value,
+        jnp.arange(tokens),
+        format=format,
+        rotation=book.get("rotation"),
+        centroids=book.get("centroids"),
+    )
+
+
+def format_of(inputs: Inputs) -> TurboQuantFormat:
+    """The format of a cache, from its shape; norm correction makes no difference to attention."""
+    _, block_size, kv_heads, slot_bytes = inputs["kv_cache"].shape
+    key_bits = 8
+    if "centroids" in inputs:
+        key_bits = len(inputs["centroids"]).bit_length() - 1
+    candidates = [
+        TurboQuantFormat(
+            inputs["query"].shape[-1], kv_heads, block_size, key_bits, value_bits, True
+        )
+        for value_bits in (3, 4)
+    ]
+    return next(each for each in candidates if each.slot_bytes == slot_bytes)
+
+
+def _decode(inputs: Inputs, query: jax.Array, implementation: str | None) -> jax.Array:
+    out = turboquant_decode_attention(
+        query,
+        inputs["kv_cache"],
+        inputs["block_table"],
+        inputs["seq_lens"],
+        format=format_of(inputs),
+        rotation=inputs.get("rotation"),
+        centroids=inputs.get("centroids"),
+        implementation=implementation,
+    )
+    return cast(jax.Array, out)  # a tuple only with return_lse
+
+
+def reference(inputs: Inputs) -> jax.Array:
+    """The float32 result from the same cache."""
+    run = jax.jit(lambda inputs: _decode(inputs, inputs["query"].astype(jnp.float32), "reference"))
+    return run({name: x for name, x in inputs.items() if "dense" not in name})
+
+
+def _library(implementation: str) -> Callable[[Inputs], jax.Array]:
+    return lambda inputs: _decode(inputs, inputs["query"], implementation)
+
+
+def xla_dense(inputs: Inputs) -> jax.Array:
+    """Attention over the bf16 keys and values, left to XLA."""
+    return _dense(inputs, "xla")
+
+
+def cudnn_dense(inputs: Inputs) -> jax.Array:
+    """Attention over the bf16 keys and values by cuDNN."""
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("cuDNN needs a GPU")
+    return _dense(inputs, "cudnn")
+
+
+def _dense(inputs: Inputs, implementation) -> jax.Array:
+    return jax.nn.dot_product_attention(
+        inputs["query"][:, None],
+        inputs["k_dense"],
+        inputs["v_dense"],
+        key_value_seq_lengths=inputs["seq_lens"],
+        implementation=implementation,
+    )[:, 0]
+
+
+SUITE = Suite(
+    shapes=shapes.TURBOQUANT,
+    quick_shapes=shapes.TURBOQUANT_QUICK,
+    l2="cold",
+    make_inputs=make_inputs,
+    reference=reference,
+    implementations={
+        "reference": Implementation(_library("reference"), tolerance=3e-3),
+        "triton": Implementation(_library("triton"), tolerance=3e-3),
+        # What others compute is held to what bf16 can do, not to our standard.
+        "xla_dense": Implementation(xla_dense, tolerance=1e-2),
+        "cudnn_dense": Implementation(cudnn_dense, tolerance=1e-2),
+    },
+)

@@ -1,0 +1,550 @@
+"""Portable kernels (sm_80 and later).
+
+A thread block is (query tile, KV head, split): the tokens of one request and the G query heads
+that share a KV head are packed into the rows of one matrix, so that the cache is read once per KV
+head. With more than one split, the parts are merged by a second kernel.
+
+What is done per cached element is the cost of this operator, so as much as possible is not:
+
+- Queries are rotated once, instead of keys back.
+- A key's norm multiplies its score, and a value's scale its weight:
+  sum_t p_t (s_t c_t + z_t) = sum_t (p_t s_t) (c_t - m) + sum_t p_t (z_t + s_t m)
+  with m the middle code, so that what is rounded (p s) meets small numbers.
+- Keys are fp16, which holds normalised centroids and queries eight times more exactly than bf16:
+  both are divided by their largest, and the factors go into the softmax scale.
+"""
+
+# The device code is Triton's language, which type checkers take for Python.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jax_beam_attn._core import folding
+from jax_beam_attn._core.merge_triton import merge_slots
+from jax_beam_attn._core.triton_call import triton_call
+from jax_beam_attn.turboquant import unpack_triton
+from jax_beam_attn.turboquant.plan import resolve_triton
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+def run(operands, call):
+    """Launches the attention kernel, and the merge if there are splits."""
+    plan, static, format = resolve_triton(operands, call), call.static, call.static.format
+    q, table = operands["q"], operands["block_table"]
+    tokens, heads, head_dim = q.shape
+    requests = operands["seq_lens"].shape[0]
+    group = heads // format.num_kv_heads
+    bounds = operands.get("query_start")
+    rotation = operands.get("rotation")
+    if rotation is not None and plan.rotation == "separate":
+        parts = q.astype(jnp.float32).reshape(rotation.shape[0], -1, heads, head_dim)
+        q = jnp.einsum("rthi,rji->rthj", parts, rotation, precision="highest")
+        q = q.reshape(tokens, heads, head_dim)
+        rotation = None
+    final = plan.num_splits == 1
+
+    def requests_per_group(name):
+        array = operands.get(name)
+        return requests // array.shape[0] if array is not None else 1
+
+    sizes = (
+        tokens,
+        heads,
+        format.num_kv_heads,
+        group,
+        table.shape[1],
+        operands["cache"].shape[0],
+        plan.block_q,
+        plan.tiles,
+        plan.chunk,
+        plan.num_splits,
+        bounds.size if bounds is not None else 0,
+        bounds.shape[1] if bounds is not None else 1,
+        static.window or 0,
+        requests_per_group("rotation"),
+        requests_per_group("centroids"),
+        requests_per_group("scale"),
+        requests_per_group("sink"),
+    )
+    floats = (
+        float(static.scale if static.scale is not None else 1.0),
+        float(static.soft_cap if static.soft_cap is not None else 1.0),
+    )
+    data_bytes = format.key_bytes + format.value_bytes
+    out, lse = triton_call(
+        attend_kernel,
+        [
+            q,
+            operands["cache"],
+            table,
+            operands["seq_lens"],
+            bounds,
+            rotation,
+            operands.get("centroids"),
+            operands.get("scale"),
+            operands.get("sink") if final else None,
+        ],
+        (sizes, floats),
+        [
+            jax.ShapeDtypeStruct(
+                (tokens * plan.num_splits, heads, head_dim),
+                operands["q"].dtype if final else jnp.float32,
+            ),
+            jax.ShapeDtypeStruct((tokens * plan.num_splits, heads), jnp.float32),
+        ],
+        grid=(plan.tiles * format.num_kv_heads * plan.num_splits,),
+        target=call.target,
+        cost=call.cost,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        blocks_per_sm=plan.blocks_per_sm,
+        HEAD_DIM=head_dim,
+        KEY_BITS=format.key_bits,
+        VALUE_BITS=format.value_bits,
+        BLOCK_SIZE=format.block_size,
+        SLOT_BYTES=format.slot_bytes,
+        DATA_ALIGN=math.gcd(16, format.block_bytes, format.key_bytes, data_bytes),
+        METADATA_ALIGN=math.gcd(
+            4, format.block_bytes, format.metadata_start, 2 * format.block_size
+        ),
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        SWAPPED=plan.swapped,
+        PACKED=plan.packed,
+        EXACT=operands["q"].dtype == jnp.float32,
+        WINDOW=static.window is not None,
+        SOFT_CAP=static.soft_cap is not None,
+    )
+    if final:
+        return out, lse
+    sink = operands.get("sink")
+    if sink is not None:
+        sink = sink[0] if sink.shape[0] == 1 else folding.of_each(sink, tokens)
+    out, lse = merge_slots(
+        out[:, None],
+        lse[:, None],
+        batch=tokens,
+        rows=(1, heads),
+        dtype=operands["q"].dtype,
+        target=call.target,
+        sink=sink,
+    )
+    return out[:, 0], lse[:, 0]
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    cache,
+    block_table,
+    seq_lens,
+    query_start,
+    rotation,
+    centroids,
+    scale,
+    sink,
+    numbers,
+    out,
+    lse,
+    HEAD_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    DATA_ALIGN: tl.constexpr,
+    METADATA_ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    """One query tile against one split of its request's cached tokens."""
+    sizes = numbers[0]
+    tokens, heads, kv_heads, group = sizes[0], sizes[1], sizes[2], sizes[3]
+    max_blocks, num_blocks = sizes[4], sizes[5]
+    block_q, tiles, chunk, num_splits = sizes[6], sizes[7], sizes[8], sizes[9]
+    num_bounds, bounds_per_group, window = sizes[10], sizes[11], sizes[12]
+    rotation_requests, centroids_requests = sizes[13], sizes[14]
+    scale_requests, sink_requests = sizes[15], sizes[16]
+    KEY_BYTES: tl.constexpr = HEAD_DIM * KEY_BITS // 8
+    DATA_BYTES: tl.constexpr = KEY_BYTES + HEAD_DIM * VALUE_BITS // 8
+    NUM_FIELDS: tl.constexpr = 2 if KEY_BITS == 8 else 3
+    MIDDLE: tl.constexpr = 2 ** (VALUE_BITS - 1)
+
+    # KV heads are innermost: the data of a token's heads are neighbours.
+    block = tl.program_id(0)
+    kv_head = block % kv_heads
+    tile = (block // kv_heads) % tiles
+    split = block // (kv_heads * tiles)
+
+    request = tile
+    first = tile
+    end = tile + 1
+    if query_start is not None:
+        request, first, end = _tile_of_request(
+            tile, query_start, num_bounds, bounds_per_group, tokens, block_q
+        )
+    if first >= end:
+        return
+    length = tl.load(seq_lens + tl.maximum(request, 0))
+    length = tl.minimum(tl.where(request >= 0, length, 0), max_blocks * BLOCK_SIZE)
+    length = tl.maximum(length, 0)
+    request = tl.maximum(request, 0)
+
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // group
+    head = kv_head * group + row % group
+    row_valid = (row < block_q * group) & (token < end)
+    # The first position that a row does not see; that of the tile's first and of its last row.
+    limit = length - (end - token) + 1
+    first_limit = length - (end - first) + 1
+    last_limit = length - (end - tl.minimum(first + block_q, end))
+    reach = window if WINDOW else last_limit
+    high = tl.maximum(last_limit, 0)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(first_limit - window, 0) // BLOCK_N * BLOCK_N
+    low += split * chunk
+    if split < num_splits - 1:
+        high = tl.minimum(high, low + chunk)
+
+    row_out = (token.to(tl.int64) * num_splits + split) * heads + head
+    if (low >= high) & (split > 0):
+        # The merge takes nothing of a part whose LSE is -inf but the LSE itself.
+        tl.store(lse + row_out, float("-inf"), mask=row_valid)
+        return
+
+    # Scores are compared as they are and scaled inside the exponent, by `to_log2` > 0: a
+    # traced scale's sign goes to the query, and 0 becomes next to nothing.
+    softmax_scale = numbers[1][0]
+    sign = 1.0
+    if scale is not None:
+        softmax_scale = tl.load(scale + request // scale_requests)
+        sign = tl.where(softmax_scale < 0.0, -1.0, 1.0)
+        softmax_scale = tl.maximum(tl.abs(softmax_scale), 1e-30)
+    codebook = centroids
+    unit = 1.0
+    if KEY_BITS < 8:
+        codebook = centroids + request // centroids_requests * 2**KEY_BITS
+        if not EXACT:
+            unit = _largest(codebook, 2**KEY_BITS)
+    elif not EXACT:
+        unit = 256.0
+
+    q_rows = q + (token.to(tl.int64) * heads + head) * HEAD_DIM
+    rotation_of = rotation
+    if rotation is not None:
+        rotation_of = rotation + (request // rotation_requests).to(tl.int64) * HEAD_DIM * HEAD_DIM
+    column = tl.arange(0, BLOCK_D)
+    q_tile = _query(q_rows, rotation_of, column, row_valid, HEAD_DIM, BLOCK_M, BLOCK_D) * sign
+    largest = tl.max(tl.abs(q_tile), axis=1)
+    largest = tl.where(largest == 0.0, 1.0, largest)
+    if not EXACT:
+        q_tile = (q_tile / largest[:, None]).to(tl.float16)
+    to_logit = softmax_scale * unit
+    if not EXACT:
+        to_logit *= largest
+    cap = numbers[1][1]
+    to_cap = to_logit / cap
+    to_log2 = to_logit * _LOG2E
+    if SOFT_CAP:
+        to_log2 = cap * _LOG2E
+    to_log2 = tl.zeros((BLOCK_M,), tl.float32) + to_log2
+    to_cap = tl.zeros((BLOCK_M,), tl.float32) + to_cap
+
+    # Matrices have their queries along axis 1 - TOKENS, and tokens or dimensions along TOKENS.
+    TOKENS: tl.constexpr = 0 if SWAPPED else 1
+    BY_TOKEN: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N)
+    BY_DIMENSION: tl.constexpr = (BLOCK_D, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_D)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Tokens along axis 0 lie in all warps, so their sums stay apart until the end.
+    total = tl.zeros(BY_TOKEN if SWAPPED else (BLOCK_M,), tl.float32)
+    middle = tl.zeros(BY_TOKEN if SWAPPED else (BLOCK_M,), tl.float32)
+    acc = tl.zeros(BY_DIMENSION, tl.float32)
+    byte_tables = 0
+    if PACKED and KEY_BITS < 8:
+        byte_tables = unpack_triton.byte_tables(codebook, unit, KEY_BITS)
+    table = block_table + request.to(tl.int64) * max_blocks
+    block_bytes = tl.cast(kv_heads, tl.int64) * (BLOCK_SIZE * SLOT_BYTES)
+    metadata = cache + (BLOCK_SIZE * kv_heads * DATA_BYTES + 2 * kv_head * NUM_FIELDS * BLOCK_SIZE)
+    offset = tl.arange(0, BLOCK_N)
+    scale_of_row = tl.expand_dims(to_log2, TOKENS)
+
+    for position in tl.range(low, high, BLOCK_N):
+        # Tokens that are not there are read from some block that is, and masked.
+        page, valid = _pages(
+            table, position, offset, high, max_blocks, num_blocks, BLOCK_SIZE, BLOCK_N
+        )
+        in_page = (position + offset) % BLOCK_SIZE
+        data = (in_page * kv_heads + kv_head) * DATA_BYTES + page * block_bytes
+        data = tl.multiple_of(data, [DATA_ALIGN])
+
+        k = _keys(
+            cache, data, codebook, unit, byte_tables, HEAD_DIM, KEY_BITS, BLOCK_D, PACKED, EXACT
+        )
+        if SWAPPED:
+            score = tl.dot(k, tl.trans(q_tile), input_precision="ieee")
+        else:
+            score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        at = metadata, table, position, max_blocks, num_blocks, block_bytes
+        FIRST: tl.constexpr = 0 if KEY_BITS == 8 else 1
+        # Codes are finite whatever lies behind a length; norms need not be.
+        masked = tl.expand_dims(tl.where(valid, 0.0, float("-inf")), 1 - TOKENS)
+        if KEY_BITS < 8:
+            k_norm = _metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
+            score *= tl.expand_dims(tl.where(valid, k_norm, 0.0), 1 - TOKENS)
+        if SOFT_CAP:
+            score = 2.0 * tl.sigmoid(2.0 * tl.expand_dims(to_cap, TOKENS) * score) - 1.0
+        score += masked
+        if (query_start is not None) or WINDOW:
+            # Only tiles at the ends of what a row sees need a mask of each element.
+            at_an_end = (position + BLOCK_N > first_limit) | (position < last_limit - reach)
+            if at_an_end:
+                where = tl.expand_dims(position + offset, 1 - TOKENS)
+                seen = where < tl.expand_dims(limit, TOKENS)
+                if WINDOW:
+                    seen = seen & (where >= tl.expand_dims(limit - window, TOKENS))
+                score = tl.where(seen, score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, axis=TOKENS))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
+        shrink = tl.exp2(peak * to_log2 - base)
+        shrink_all = tl.expand_dims(shrink, TOKENS)
+        weight = tl.exp2(score * scale_of_row - tl.expand_dims(base, TOKENS))
+        peak = new_peak
+
+        # What lies behind a length may be NaN, and 0 * NaN is NaN.
+        v_scale = _metadata(at, FIRST, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
+        v_scale = tl.where(valid, v_scale, 0.0)
+        v_zero = _metadata(at, FIRST + 1, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
+        v_middle = tl.where(valid, v_zero, 0.0) + v_scale * MIDDLE
+        v = _values(cache, data + KEY_BYTES, HEAD_DIM, VALUE_BITS, BLOCK_D, PACKED, EXACT)
+        of_middle = weight * tl.expand_dims(v_middle, 1 - TOKENS)
+        if SWAPPED:
+            total = total * shrink_all + weight
+            middle = middle * shrink_all + of_middle
+        else:
+            total = total * shrink + tl.sum(weight, axis=1)
+            middle = middle * shrink + tl.sum(of_middle, axis=1)
+        weight = (weight * tl.expand_dims(v_scale, 1 - TOKENS)).to(v.dtype)
+        acc *= shrink_all
+        if SWAPPED:
+            acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weight, v, acc, input_precision="ieee")
+
+    if SWAPPED:
+        total = tl.sum(total, axis=0)
+        middle = tl.sum(middle, axis=0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    log_total = tl.where(empty, float("-inf"), peak * to_log2 * _LN2 + tl.log(total))
+    norm = 1.0 / total
+    if sink is not None:
+        of_sink = tl.load(sink + request // sink_requests * heads + head, mask=row_valid, other=0.0)
+        norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
+    result = acc + tl.expand_dims(middle, TOKENS)
+    result *= tl.expand_dims(norm, TOKENS)
+    if PACKED and VALUE_BITS == 4:
+        column = unpack_triton.dimension_of_value(column)
+    inside = tl.expand_dims(row_valid, TOKENS) & tl.expand_dims(column < HEAD_DIM, 1 - TOKENS)
+    at = tl.expand_dims(row_out * HEAD_DIM, TOKENS) + tl.expand_dims(column, 1 - TOKENS)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + row_out, log_total, mask=row_valid)
+
+
+@triton.jit
+def _tile_of_request(tile, query_start, num_bounds, bounds_per_group, tokens, block_q):
+    """The request of a query tile (-1: of none), the tile's first token, and the request's end.
+
+    Bounds cut the tokens into segments, before the first bound, between two, and behind the last;
+    each has as many tiles as it begins. Those before the first and behind the last bound of a
+    group belong to no request.
+    """
+    SCAN: tl.constexpr = 128
+    segment = num_bounds * 0
+    before = num_bounds * 0  # tiles of the segments that end before this tile
+    dealt = num_bounds * 0
+    for start in range(0, num_bounds + 1, SCAN):
+        index = start + tl.arange(0, SCAN)
+        exists = index <= num_bounds
+        count = (_segment_tokens(index, query_start, num_bounds, tokens) + block_q - 1) // block_q
+        count = tl.where(exists, count, 0)
+        last = dealt + tl.cumsum(count, axis=0)
+        done = exists & (last <= tile)
+        segment += tl.sum(done.to(tl.int32), axis=0)
+        before = tl.maximum(before, tl.max(tl.where(done, last, 0), axis=0))
+        dealt += tl.sum(count, axis=0)
+    first, end = _segment(segment, query_start, num_bounds, tokens)
+    first = tl.where(segment > num_bounds, tokens, first + (tile - before) * block_q)
+    index = segment - 1
+    request = index // bounds_per_group * (bounds_per_group - 1) + index % bounds_per_group
+    is_one = (index >= 0) & (index % bounds_per_group < bounds_per_group - 1)
+    return tl.where(is_one, request, -1), first, end
+
+
+@triton.jit
+def _segment(index, query_start, num_bounds, tokens):
+    """First token and end of a segment, or of a vector of them."""
+    first = tl.load(query_start + index - 1, mask=(index > 0) & (index <= num_bounds), other=0)
+    end = tl.load(query_start + index, mask=index < num_bounds, other=2147483647)
+    return tl.minimum(tl.maximum(first, 0), tokens), tl.minimum(tl.maximum(end, 0), tokens)
+
+
+@triton.jit
+def _segment_tokens(index, query_start, num_bounds, tokens):
+    first, end = _segment(index, query_start, num_bounds, tokens)
+    return tl.maximum(end - first, 0)
+
+
+@triton.jit
+def _largest(centroids, count: tl.constexpr):
+    """The largest magnitude of a codebook, 1 if it is 0."""
+    largest = tl.max(tl.abs(tl.load(centroids + tl.arange(0, count))), axis=0)
+    return tl.where(largest == 0.0, 1.0, largest)
+
+
+@triton.jit
+def _query(q_rows, rotation, column, row_valid, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+           WIDTH: tl.constexpr):  # fmt: skip
+    """Columns of the rotated query, f32 [BLOCK_M, WIDTH]; as it is without a rotation."""
+    inside = (column < HEAD_DIM)[None, :]
+    if rotation is None:
+        at = q_rows[:, None] + column[None, :]
+        result = tl.load(at, mask=row_valid[:, None] & inside, other=0.0).to(tl.float32)
+    else:
+        STEP: tl.constexpr = 16
+        result = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        for start in range(0, HEAD_DIM, STEP):
+            k = start + tl.arange(0, STEP)
+            present = row_valid[:, None] & (k < HEAD_DIM)[None, :]
+            part = tl.load(q_rows[:, None] + k[None, :], mask=present, other=0.0)
+            rows = tl.load(
+                rotation + column[None, :] * HEAD_DIM + k[:, None],
+                mask=inside & (k < HEAD_DIM)[:, None],
+                other=0.0,
+            )
+            result = tl.dot(part.to(tl.float32), rows, result, input_precision="tf32x3")
+    return result
+
+
+@triton.jit
+def _pages(table, position, offset, high, max_blocks, num_blocks, BLOCK_SIZE: tl.constexpr,
+           BLOCK_N: tl.constexpr):  # fmt: skip
+    """The block of each token of a tile, and which tokens are there; the others get any block."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        page = tl.load(table + position // BLOCK_SIZE)
+    else:
+        page = tl.load(table + tl.minimum((position + offset) // BLOCK_SIZE, max_blocks - 1))
+    valid = (position + offset < high) & (page >= 0) & (page < num_blocks)
+    return tl.minimum(tl.maximum(page, 0), num_blocks - 1).to(tl.int64), valid
+
+
+@triton.jit
+def _metadata(at, FIELD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+              ALIGN: tl.constexpr):  # fmt: skip
+    """One 16-bit float of each token of a tile, as f32 [BLOCK_N]."""
+    metadata, table, position, max_blocks, num_blocks, block_bytes = at
+    # Two tokens at once where that is possible: loads of four bytes can be asynchronous.
+    offset = 2 * tl.arange(0, BLOCK_N // 2) if ALIGN == 4 else tl.arange(0, BLOCK_N)
+    page, _ = _pages(table, position, offset, 0, max_blocks, num_blocks, BLOCK_SIZE, BLOCK_N)
+    byte = page * block_bytes + (2 * FIELD * BLOCK_SIZE + 2 * ((position + offset) % BLOCK_SIZE))
+    if ALIGN == 4:
+        pair = tl.load((metadata + byte).to(tl.pointer_type(tl.uint32)))
+        low = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+        number = tl.reshape(tl.join(low, high), [BLOCK_N])
+    elif ALIGN == 2:
+        number = tl.load((metadata + byte).to(tl.pointer_type(tl.float16)))
+    else:
+        low = tl.load(metadata + byte).to(tl.uint16)
+        high = tl.load(metadata + byte + 1).to(tl.uint16)
+        number = (low | (high << 8)).to(tl.float16, bitcast=True)
+    return number.to(tl.float32)
+
+
+@triton.jit
+def _codes(cache, data, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Codes of a tile, i32 [BLOCK_N, BLOCK_D], each from the two bytes that it may be in."""
+    bit = tl.arange(0, BLOCK_D) * BITS
+    byte = bit // 8
+    SIZE: tl.constexpr = HEAD_DIM * BITS // 8
+    at = cache + data[:, None] + byte[None, :]
+    low = tl.load(at, mask=(byte < SIZE)[None, :], other=0).to(tl.int32)
+    high = tl.load(at + 1, mask=(byte + 1 < SIZE)[None, :], other=0).to(tl.int32)
+    return ((low | (high << 8)) >> (bit % 8)[None, :]) & (2**BITS - 1)
+
+
+@triton.jit
+def _keys(cache, data, codebook, unit, byte_tables, HEAD_DIM: tl.constexpr,
+          KEY_BITS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+          EXACT: tl.constexpr):  # fmt: skip
+    """Keys of a tile without their norms, divided by `unit`: [BLOCK_N, BLOCK_D]."""
+    if PACKED and KEY_BITS == 3:
+        first, second, third = _three_words(cache, data, HEAD_DIM, BLOCK_D)
+        key = unpack_triton.keys_of_3_bits(first, second, third, byte_tables)
+    elif PACKED:
+        words = _words(cache, data, HEAD_DIM * KEY_BITS // 32, BLOCK_D * KEY_BITS // 32)
+        if KEY_BITS == 4:
+            key = unpack_triton.keys_of_4_bits(words, byte_tables)
+        else:
+            key = unpack_triton.keys_of_8_bits(words)
+    else:
+        code = _codes(cache, data, HEAD_DIM, KEY_BITS, BLOCK_D)
+        if KEY_BITS == 8:
+            bits = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
+            key = bits.to(tl.float16, bitcast=True).to(tl.float32) * (256.0 / unit)
+        else:
+            key = tl.load(codebook + code) / unit
+        if not EXACT:
+            key = key.to(tl.float16)
+    return key
+
+
+@triton.jit
+def _values(cache, data, HEAD_DIM: tl.constexpr, VALUE_BITS: tl.constexpr, BLOCK_D: tl.constexpr,
+            PACKED: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """Codes of the values of a tile minus the middle one: [BLOCK_N, BLOCK_D]."""
+    if PACKED and VALUE_BITS == 3:
+        first, second, third = _three_words(cache, data, HEAD_DIM, BLOCK_D)
+        value = unpack_triton.values_of_3_bits(first, second, third)
+    elif PACKED:
+        value = unpack_triton.values_of_4_bits(_words(cache, data, HEAD_DIM // 8, BLOCK_D // 8))
+    else:
+        code = _codes(cache, data, HEAD_DIM, VALUE_BITS, BLOCK_D) - 2 ** (VALUE_BITS - 1)
+        value = code.to(tl.float32) if EXACT else code.to(tl.bfloat16)
+    return value
+
+
+@triton.jit
+def _words(cache, data, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The words of each row of a tile, uint32 [BLOCK_N, BLOCK]."""
+    column = tl.arange(0, BLOCK)[None, :]
+    at = (cache + data[:, None]).to(tl.pointer_type(tl.uint32)) + column
+    return tl.load(at) if COUNT == BLOCK else tl.load(at, mask=column < COUNT, other=0)
+
+
+@triton.jit
+def _three_words(cache, data, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """3-bit codes of a tile, 32 in three words: uint32 [BLOCK_N, BLOCK_D / 32] each."""
+    group = tl.arange(0, BLOCK_D // 32)[None, :]
+    at = (cache + data[:, None]).to(tl.pointer_type(tl.uint32)) + 3 * group
+    inside = group < HEAD_DIM // 32
+    first = tl.load(at, mask=inside, other=0)
+    second = tl.load(at + 1, mask=inside, other=0)
+    third = tl.load(at + 2, mask=inside, other=0)
+    return first, second, third

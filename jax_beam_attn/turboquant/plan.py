@@ -1,0 +1,228 @@
+"""How a call is cut into thread blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_beam_attn._core import checks
+
+_POWERS_OF_TWO = tuple(2**i for i in range(10))
+
+
+@dataclasses.dataclass(frozen=True)
+class TurboQuantPlan:
+    """Launch choices of TurboQuant attention; a field left None is chosen.
+
+    Attributes:
+        num_splits: Pieces into which the longest request is cut; shorter ones have fewer.
+        block_m: Queries in a tile: tokens times the query heads that share a KV head.
+        block_n: Cached tokens in a tile.
+        num_warps: Warps in a thread block.
+        num_stages: Depth of the pipeline of loads.
+        blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
+        rotation: "fused" rotates queries in the attention kernel, "separate" before it.
+        swapped: Whether cached tokens are the rows of the matrix products, and queries the columns.
+
+    Example:
+        >>> TurboQuantPlan(num_splits=4).num_splits
+        4
+    """
+
+    num_splits: int | None = None
+    block_m: int | None = None
+    block_n: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    blocks_per_sm: int | None = None
+    rotation: str | None = None
+    swapped: bool | None = None
+
+    def __post_init__(self):
+        checks.one_of("plan.swapped", self.swapped, (None, False, True))
+        checks.one_of("plan.rotation", self.rotation, (None, "fused", "separate"))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("rotation", "swapped") and value is not None:
+                checks.at_least_one(f"plan.{field.name}", value)
+        for name, smallest in (("block_m", 8), ("block_n", 16), ("num_warps", 1)):
+            allowed = [size for size in _POWERS_OF_TWO if size >= smallest]
+            checks.one_of(f"plan.{name}", getattr(self, name), (None, *allowed))
+
+    @classmethod
+    def source(
+        cls, *, group: int, max_query_len: int, max_seq_len: int, num_kv_splits: int = 16
+    ) -> TurboQuantPlan:
+        """The source system's rules.
+
+        "3D", that is with a fixed number of splits, for one token of each request and at least
+        1024 cached tokens; else "2D", without splits. Its rotation is fused.
+
+        Args:
+            group: Query heads that share a KV head.
+            max_query_len: The most new tokens of a request.
+            max_seq_len: The longest request.
+            num_kv_splits: The most splits.
+
+        Returns:
+            The plan.
+
+        Source: `triton_turboquant_unified_attention` of vLLM.
+
+        Example:
+            >>> TurboQuantPlan.source(group=4, max_query_len=1, max_seq_len=8192).num_splits
+            16
+        """
+        is_prefill = max_query_len > 1
+        tile = 32 if is_prefill else 16
+        split = not is_prefill and max_seq_len >= 1024
+        return cls(
+            num_splits=max(1, min(num_kv_splits, -(-max_seq_len // tile))) if split else 1,
+            block_m=max(128 if is_prefill else 16, _next_power_of_two(group)),
+            block_n=tile,
+            num_warps=4,
+            num_stages=2,
+            rotation="fused",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonPlan:
+    """A complete plan of the Triton kernels.
+
+    Attributes:
+        block_q: Tokens of a request in a tile.
+        tiles: Query tiles, at most.
+        chunk: Cached tokens of a split, a multiple of block_n; the last split takes all others.
+        packed: Whether codes become numbers a few at a time, in registers.
+    """
+
+    num_splits: int
+    chunk: int
+    block_q: int
+    tiles: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    blocks_per_sm: int
+    rotation: str
+    swapped: bool
+    packed: bool
+
+
+# (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm): the first entry that holds
+# all queries of a KV head, else the last.
+_TILES = (
+    (8, 8, 128, 4, 3, 3),
+    (16, 16, 128, 4, 3, 3),
+    (32, 32, 64, 4, 3, 3),
+    (64, 64, 64, 4, 3, 2),
+    (128, 128, 64, 8, 3, 1),
+)
+
+# What a thread block does before and behind its tiles, and what the merge does for every 16
+# splits, as the number of tiles that take as long; estimates.
+_BLOCK_OVERHEAD = 4
+_MERGE_OVERHEAD = 1
+
+
+def resolve_triton(operands, call) -> TritonPlan:
+    """Fills in what the caller's plan leaves open.
+
+    Args:
+        operands: Avals by name, see `op.py`.
+        call: The call with its plan and target.
+    """
+    given, static = call.plan or TurboQuantPlan(), call.static
+    tokens, heads, head_dim = operands["q"].shape
+    requests = operands["seq_lens"].shape[0]
+    kv_heads = static.format.num_kv_heads
+    group = heads // kv_heads
+    # A head size above 128 doubles what a tile needs of registers and shared memory.
+    weight = -(-head_dim // 128) * operands["q"].dtype.itemsize // 2
+
+    rows = max(1, static.max_query_len) * group
+    _, block_m, block_n, num_warps, num_stages, blocks_per_sm = next(
+        (t for t in _TILES if (given.block_m or rows) <= t[0]), _TILES[-1]
+    )
+    block_m = given.block_m or max(block_m, _next_power_of_two(group))
+    block_n = given.block_n or max(16, block_n // weight)
+    blocks_per_sm = given.blocks_per_sm or max(1, blocks_per_sm // weight)
+    block_q = max(1, block_m // group)
+    tiles = busy = requests
+    if "query_start" in operands:
+        # Each segment between two bounds may end with a tile that is not full.
+        tiles = tokens // block_q + operands["query_start"].size + 1
+        busy = requests * -(-max(1, static.max_query_len) // block_q)
+
+    span = static.max_seq_len
+    if static.window is not None:
+        span = min(span, static.window + block_q + block_n)
+    steps = max(1, -(-span // block_n))
+    num_splits = given.num_splits or _choose_splits(
+        min(tiles, busy) * kv_heads, call.target.num_sms * blocks_per_sm, steps
+    )
+    chunk = -(-steps // num_splits) * block_n
+    return TritonPlan(
+        num_splits=given.num_splits or -(-steps * block_n // chunk),
+        chunk=chunk,
+        block_q=block_q,
+        tiles=tiles,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=given.num_warps or num_warps,
+        num_stages=given.num_stages or num_stages,
+        blocks_per_sm=blocks_per_sm,
+        rotation=given.rotation or "fused",
+        swapped=block_m <= 32 if given.swapped is None else given.swapped,
+        packed=_can_be_packed(static.format, operands["q"].dtype.itemsize),
+    )
+
+
+def _choose_splits(blocks: int, slots: int, steps: int) -> int:
+    """The number of splits that ends first: blocks run in waves of as many as there are slots."""
+
+    def duration(splits: int) -> float:
+        waves = -(-blocks * splits // slots)
+        merge = _MERGE_OVERHEAD * (1 + splits / 16) if splits > 1 else 0
+        return waves * (-(-steps // splits) + _BLOCK_OVERHEAD) + merge
+
+    return min(range(1, min(steps, 128) + 1), key=duration)
+
+
+def _can_be_packed(format, itemsize: int) -> bool:
+    """Whether a format's codes lie so that registers hold whole groups of them."""
+    if itemsize == 4 or format.head_dim < 32:
+        return False
+    # Registers are filled by words; 32 codes of 3 bits are three of them.
+    whole = 32 if 3 in (format.key_bits, format.value_bits) else 8
+    sizes = (format.key_bytes, format.value_bytes, format.block_bytes)
+    return format.head_dim % whole == 0 and all(size % 4 == 0 for size in sizes)
+
+
+def triton_unsupported(operands, call) -> str | None:
+    """The reason why the kernels cannot serve the plan, or None."""
+    plan, static = resolve_triton(operands, call), call.static
+    group = operands["q"].shape[1] // static.format.num_kv_heads
+    if group > plan.block_m:
+        return f"plan.block_m = {plan.block_m} is less than the {group} query heads of a KV head"
+    needed = _shared_bytes(plan, static.format, operands["q"].dtype.itemsize)
+    if needed <= call.target.block_shared_bytes:
+        return None
+    return (
+        f"plan needs {needed} bytes of shared memory (block_m={plan.block_m}, "
+        f"block_n={plan.block_n}, num_stages={plan.num_stages}), and a block of "
+        f"{call.target.name} has at most {call.target.block_shared_bytes}"
+    )
+
+
+def _shared_bytes(plan: TritonPlan, format, itemsize: int) -> int:
+    """Query tile, weights, keys or values as numbers, and the codes of all stages but one."""
+    block_d = max(16, _next_power_of_two(format.head_dim))
+    codes = block_d * (format.key_bits + format.value_bits) // 8 + 2 * format.num_fields
+    numbers = (plan.block_m + plan.block_n) * block_d + plan.block_m * plan.block_n
+    return numbers * itemsize + (plan.num_stages - 1) * plan.block_n * codes
+
+
+def _next_power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
