@@ -151,6 +151,6 @@ def _run_hopper(operands, call):
 
 
 beam_decode.implementations = [
-    Implementation("triton", availability.triton_unavailable, triton_unsupported, _run_triton),
     Implementation("cute", availability.cute_unavailable, hopper_unsupported, _run_hopper),
+    Implementation("triton", availability.triton_unavailable, triton_unsupported, _run_triton),
 ]

@@ -98,6 +98,7 @@ class TritonPlan(SlotPlan):
         )
 
 
+_RAGGED_SPLITS = 4  # of the longest context: 82 us against 112 us with two, beam-9 on an H200
 # (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm), from the sweeps on an H200
 # in bench/NOTES.md: the first entry that holds all of a KV head's queries, else the last.
 _TILES = (
@@ -162,6 +163,7 @@ def _slots(operands, call, block_m: int, block_n: int, blocks_per_sm: int) -> di
     batch, width, heads, _ = q.shape
     kv_heads = k.shape[-2]
     mean = max(1, call.static.total // max(batch, 1))
+    ragged = "seqused" in operands or "cu_seqlens" in operands
     splits = call.plan.num_splits if call.plan else None
     if splits is None:
         # As many as fill the GPU once, with at least two tiles each; of the mean length, so that
@@ -170,9 +172,11 @@ def _slots(operands, call, block_m: int, block_n: int, blocks_per_sm: int) -> di
         fill = blocks_per_sm * call.target.num_sms // max(blocks, 1)
         splits = max(1, min(fill, mean // (2 * block_n)))
         splits = max(1, splits * call.static.capacity // mean)
+        if ragged:
+            # One long context must not keep an SM busy when the others are done.
+            splits = max(splits, min(_RAGGED_SPLITS, call.static.capacity // (8 * block_n)))
     chunk = max(1, -(-call.static.capacity // (splits * block_n))) * block_n
     num_splits = max(1, -(-call.static.capacity // chunk))
-    ragged = "seqused" in operands or "cu_seqlens" in operands
     return {
         "num_splits": num_splits,
         "chunk": chunk,
@@ -215,14 +219,25 @@ def resolve_hopper(operands, call) -> HopperPlan:
     if num_stages is None:
         num_stages = max(1, hopper_stages(block_m, block_n, head_dim, call.target))
     slots = _slots(operands, call, block_m, block_n, 1)
-    mergeable = slots["num_splits"] <= _MAX_CLUSTER and not slots["ragged"]
     return HopperPlan(
         **slots,
-        cluster=slots["num_splits"] if mergeable else 1,
+        cluster=_cluster(slots, -(-rows // block_m) * k.shape[-2] * q.shape[0], call.target),
         block_m=block_m,
         block_n=block_n,
         num_stages=num_stages,
     )
+
+
+def _cluster(slots: dict, blocks: int, target) -> int:
+    """How many splits a cluster merges: all of them, or 1 where another kernel has to.
+
+    A cluster needs its thread blocks' SMs within one part of the GPU, and parts differ in size:
+    clusters of four that would fill an H200 in one wave took two (beam-2: 46 us, against 28 us
+    with a merge kernel). Pairs always find room, and so do the clusters of a small grid.
+    """
+    splits = slots["num_splits"]
+    fits = splits == 2 or blocks * splits <= target.num_sms // 2
+    return splits if fits and splits <= _MAX_CLUSTER and not slots["ragged"] else 1
 
 
 def hopper_unsupported(operands, call) -> str | None:
