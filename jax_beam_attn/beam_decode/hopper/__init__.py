@@ -1,0 +1,1 @@
+"""The Hopper kernel's roles, see `kernel_hopper.py`."""
