@@ -360,7 +360,9 @@ def _store_reference(operands, format: TurboQuantFormat):
     cache = cache_writer.write(cache, block, byte, data.reshape(len(slots), -1))
     field = jnp.arange(format.num_kv_heads * format.num_fields, dtype=jnp.int32)
     number = field[None] * format.block_size + offset[:, None]
-    byte = format.metadata_start + 2 * number[..., None] + jnp.arange(2, dtype=jnp.int32)
+    byte = (
+        format.metadata_start + 2 * number[..., None] + jnp.arange(2, dtype=jnp.int32)[None, None]
+    )
     flat = (len(slots), -1)
     return (cache_writer.write(cache, block, byte.reshape(flat), metadata.reshape(flat)),)
 

@@ -86,6 +86,8 @@ class TurboQuantPlan:
             num_warps=4,
             num_stages=2,
             rotation="fused",
+            swapped=False,
+            dequantize=False,
         )
 
 
@@ -149,8 +151,9 @@ def resolve_triton(operands, call) -> TritonPlan:
     weight = -(-head_dim // 128) * operands["q"].dtype.itemsize // 2
 
     rows = max(1, static.max_query_len) * group
+    tiles_that_fit = [t for t in _TILES if t[0] * weight <= 128]
     _, block_m, block_n, num_warps, num_stages, blocks_per_sm = next(
-        (t for t in _TILES if (given.block_m or rows) <= t[0]), _TILES[-1]
+        (t for t in tiles_that_fit if (given.block_m or rows) <= t[0]), tiles_that_fit[-1]
     )
     block_m = given.block_m or max(block_m, _next_power_of_two(group))
     block_n = given.block_n or max(16, block_n // weight)
@@ -239,10 +242,13 @@ def triton_unsupported(operands, call) -> str | None:
 
 
 def _shared_bytes(plan: TritonPlan, format, itemsize: int) -> int:
-    """Query tile, weights, keys or values as numbers, and the codes of all stages but one."""
+    """Query tile, weights, keys or values as numbers, and what is loaded ahead."""
     block_d = max(16, _next_power_of_two(format.head_dim))
+    weights = plan.block_m * plan.block_n
+    if plan.dequantize:
+        return 2 * weights + (plan.num_stages - 1) * plan.block_n * 4 * block_d
+    numbers = (plan.block_m + plan.block_n) * block_d + weights
     codes = block_d * (format.key_bits + format.value_bits) // 8 + 2 * format.num_fields
-    numbers = (plan.block_m + plan.block_n) * block_d + plan.block_m * plan.block_n
     return numbers * itemsize + (plan.num_stages - 1) * plan.block_n * codes
 
 
