@@ -16,14 +16,14 @@ import jax_beam_attn
 ARCHS = {"a100": "sm_80", "h200": "sm_90a", "b200": "sm_100a", "rtx 5090": "sm_120a"}
 
 
-def export_for(gpu: str, function, *args, platforms=("cuda",)) -> jax.export.Exported:
-    """Exports `function(*args)` with kernels for a GPU; args are arrays or their structs."""
+def export_for(gpu: str, function, *args, platforms=("cuda",), **kwargs) -> jax.export.Exported:
+    """Exports a call with kernels for a GPU; arguments are arrays or their structs."""
     with jax_beam_attn.gpu_target(gpu):
         return jax.export.export(
             jax.jit(function),
             platforms=platforms,
             disabled_checks=jax_beam_attn.export_disabled_checks(),
-        )(*args)
+        )(*args, **kwargs)
 
 
 def ptx_of(exported: jax.export.Exported) -> list[str]:

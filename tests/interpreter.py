@@ -105,17 +105,22 @@ class _Tensor:
         return self
 
 
-def triton_call(kernel, arrays, numbers, outputs, *, grid, **options):
+def triton_call(kernel, arrays, numbers, outputs, *, grid, in_place=None, **options):
     """Stands in for `jax_beam_attn._core.triton_call.triton_call` on concrete arrays."""
     launch_only = ("target", "cost", "num_warps", "num_stages", "blocks_per_sm")
     constants = {name: value for name, value in options.items() if name not in launch_only}
     # Outputs start as NaN, so that an element that no program writes shows.
     results = [
-        np.full(each.shape, np.nan if np.issubdtype(each.dtype, np.inexact) else -77, each.dtype)
+        np.full(each.shape, np.nan if np.issubdtype(each.dtype, np.inexact) else 77, each.dtype)
         for each in outputs
     ]
+    in_place = in_place or {}
     arguments = [_argument(array) for array in arrays]
-    kernel[grid](*arguments, numbers, *(_Tensor(result) for result in results), **constants)
+    for source, result in in_place.items():
+        results[result][...] = arrays[source]
+        arguments[source] = _Tensor(results[result])
+    others = [_Tensor(x) for n, x in enumerate(results) if n not in in_place.values()]
+    kernel[grid](*arguments, numbers, *others, **constants)
     return results
 
 

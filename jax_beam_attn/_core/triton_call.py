@@ -34,6 +34,7 @@ def triton_call(
     num_warps: int = 4,
     num_stages: int = 2,
     blocks_per_sm: int = 1,
+    in_place: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Calls `kernel(*arrays, numbers, *outputs, **constants)`.
@@ -52,6 +53,8 @@ def triton_call(
         num_warps: Warps in a block.
         num_stages: Depth of software pipelining.
         blocks_per_sm: Thread blocks that the registers of one SM have to suffice for.
+        in_place: Numbers of arrays to those of the outputs that take their buffers; the kernel has
+            one parameter for both, among the inputs.
         **constants: Compile-time constants.
 
     Returns:
@@ -77,6 +80,7 @@ def triton_call(
             num_warps=num_warps,
             num_stages=num_stages,
             backend_options=options,
+            input_output_aliases=dict(in_place or {}),
             cost_estimate=None if cost is None else dict(cost),
             **constants,
         )

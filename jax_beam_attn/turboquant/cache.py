@@ -16,8 +16,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_beam_attn._core import cache_writer, checks, folding
-from jax_beam_attn._core.operator import Operator, Output
+from jax_beam_attn._core import availability, cache_writer, checks, folding
+from jax_beam_attn._core.operator import Implementation, Operator, Output
 
 _F16_MAX = 65504.0
 _E4M3_MAX = 448.0
@@ -360,7 +360,9 @@ def _store_reference(operands, format: TurboQuantFormat):
     cache = cache_writer.write(cache, block, byte, data.reshape(len(slots), -1))
     field = jnp.arange(format.num_kv_heads * format.num_fields, dtype=jnp.int32)
     number = field[None] * format.block_size + offset[:, None]
-    byte = format.metadata_start + 2 * number[..., None] + jnp.arange(2, dtype=jnp.int32)
+    byte = (
+        format.metadata_start + 2 * number[..., None] + jnp.arange(2, dtype=jnp.int32)[None, None]
+    )
     flat = (len(slots), -1)
     return (cache_writer.write(cache, block, byte.reshape(flat), metadata.reshape(flat)),)
 
@@ -391,3 +393,20 @@ store = Operator(
     cost=lambda operands, format: {"flops": 0, "bytes_accessed": 0},
     instead="plain jax.numpy indexing",
 )
+
+
+def _unsupported_by_triton(operands, call):
+    from jax_beam_attn.turboquant import store_triton
+
+    return store_triton.unsupported(operands, call)
+
+
+def _run_triton(operands, call):
+    from jax_beam_attn.turboquant import store_triton
+
+    return store_triton.run(operands, call)
+
+
+store.implementations = [
+    Implementation("triton", availability.triton_unavailable, _unsupported_by_triton, _run_triton),
+]

@@ -12,6 +12,8 @@ What is done per cached element is the cost of this operator, so as much as poss
   with m the middle code, so that what is rounded (p s) meets small numbers.
 - Keys are fp16, which holds normalised centroids and queries eight times more exactly than bf16:
   both are divided by their largest, and the factors go into the softmax scale.
+
+Where many queries meet each token, all are dequantised once before (`dequantize_triton.py`).
 """
 
 # The device code is Triton's language, which type checkers take for Python.
@@ -19,8 +21,6 @@ What is done per cached element is the cost of this operator, so as much as poss
 # pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ import triton.language as tl
 from jax_beam_attn._core import folding
 from jax_beam_attn._core.merge_triton import merge_slots
 from jax_beam_attn._core.triton_call import triton_call
-from jax_beam_attn.turboquant import unpack_triton
+from jax_beam_attn.turboquant import tiles_triton, unpack_triton
+from jax_beam_attn.turboquant.dequantize_triton import dequantize_requests, format_constants
 from jax_beam_attn.turboquant.plan import resolve_triton
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -38,7 +39,7 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 def run(operands, call):
-    """Launches the attention kernel, and the merge if there are splits."""
+    """Launches the attention kernel, what prepares its input, and the merge if there are splits."""
     plan, static, format = resolve_triton(operands, call), call.static, call.static.format
     q, table = operands["q"], operands["block_table"]
     tokens, heads, head_dim = q.shape
@@ -51,6 +52,7 @@ def run(operands, call):
         q = jnp.einsum("rthi,rji->rthj", parts, rotation, precision="highest")
         q = q.reshape(tokens, heads, head_dim)
         rotation = None
+    dense = dequantize_requests(operands, call, plan) if plan.dequantize else (None, None)
     final = plan.num_splits == 1
 
     def requests_per_group(name):
@@ -80,7 +82,6 @@ def run(operands, call):
         float(static.scale if static.scale is not None else 1.0),
         float(static.soft_cap if static.soft_cap is not None else 1.0),
     )
-    data_bytes = format.key_bytes + format.value_bytes
     out, lse = triton_call(
         attend_kernel,
         [
@@ -93,6 +94,7 @@ def run(operands, call):
             operands.get("centroids"),
             operands.get("scale"),
             operands.get("sink") if final else None,
+            *dense,
         ],
         (sizes, floats),
         [
@@ -109,17 +111,11 @@ def run(operands, call):
         num_stages=plan.num_stages,
         blocks_per_sm=plan.blocks_per_sm,
         HEAD_DIM=head_dim,
-        KEY_BITS=format.key_bits,
-        VALUE_BITS=format.value_bits,
-        BLOCK_SIZE=format.block_size,
-        SLOT_BYTES=format.slot_bytes,
-        DATA_ALIGN=math.gcd(16, format.block_bytes, format.key_bytes, data_bytes),
-        METADATA_ALIGN=math.gcd(
-            4, format.block_bytes, format.metadata_start, 2 * format.block_size
-        ),
+        **format_constants(format),
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        DENSE=plan.dequantize,
         SWAPPED=plan.swapped,
         PACKED=plan.packed,
         EXACT=operands["q"].dtype == jnp.float32,
@@ -154,6 +150,8 @@ def attend_kernel(
     centroids,
     scale,
     sink,
+    dense_keys,
+    dense_values,
     numbers,
     out,
     lse,
@@ -167,6 +165,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DENSE: tl.constexpr,
     SWAPPED: tl.constexpr,
     PACKED: tl.constexpr,
     EXACT: tl.constexpr,
@@ -242,7 +241,7 @@ def attend_kernel(
     if KEY_BITS < 8:
         codebook = centroids + request // centroids_requests * 2**KEY_BITS
         if not EXACT:
-            unit = _largest(codebook, 2**KEY_BITS)
+            unit = tiles_triton.largest(codebook, 2**KEY_BITS)
     elif not EXACT:
         unit = 256.0
 
@@ -277,26 +276,34 @@ def attend_kernel(
     middle = tl.zeros(BY_TOKEN if SWAPPED else (BLOCK_M,), tl.float32)
     acc = tl.zeros(BY_DIMENSION, tl.float32)
     byte_tables = 0
-    if PACKED and KEY_BITS < 8:
+    if PACKED and KEY_BITS < 8 and not DENSE:
         byte_tables = unpack_triton.byte_tables(codebook, unit, KEY_BITS)
     table = block_table + request.to(tl.int64) * max_blocks
     block_bytes = tl.cast(kv_heads, tl.int64) * (BLOCK_SIZE * SLOT_BYTES)
     metadata = cache + (BLOCK_SIZE * kv_heads * DATA_BYTES + 2 * kv_head * NUM_FIELDS * BLOCK_SIZE)
+    capacity = max_blocks * BLOCK_SIZE
+    first_dense = request.to(tl.int64) * capacity
     offset = tl.arange(0, BLOCK_N)
     scale_of_row = tl.expand_dims(to_log2, TOKENS)
 
     for position in tl.range(low, high, BLOCK_N):
         # Tokens that are not there are read from some block that is, and masked.
-        page, valid = _pages(
+        page, valid = tiles_triton.pages(
             table, position, offset, high, max_blocks, num_blocks, BLOCK_SIZE, BLOCK_N
         )
         in_page = (position + offset) % BLOCK_SIZE
         data = (in_page * kv_heads + kv_head) * DATA_BYTES + page * block_bytes
         data = tl.multiple_of(data, [DATA_ALIGN])
 
-        k = _keys(
-            cache, data, codebook, unit, byte_tables, HEAD_DIM, KEY_BITS, BLOCK_D, PACKED, EXACT
-        )
+        if DENSE:
+            dense = first_dense + tl.minimum(position + offset, capacity - 1)
+            dense = (dense * kv_heads + kv_head) * HEAD_DIM
+            k = tiles_triton.dense(dense_keys, dense, HEAD_DIM, BLOCK_D)
+        else:
+            k = tiles_triton.keys(
+                cache, data, codebook, unit, byte_tables,
+                HEAD_DIM, KEY_BITS, BLOCK_D, PACKED, EXACT,
+            )  # fmt: skip
         if SWAPPED:
             score = tl.dot(k, tl.trans(q_tile), input_precision="ieee")
         else:
@@ -306,7 +313,7 @@ def attend_kernel(
         # Codes are finite whatever lies behind a length; norms need not be.
         masked = tl.expand_dims(tl.where(valid, 0.0, float("-inf")), 1 - TOKENS)
         if KEY_BITS < 8:
-            k_norm = _metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
+            k_norm = tiles_triton.metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
             score *= tl.expand_dims(tl.where(valid, k_norm, 0.0), 1 - TOKENS)
         if SOFT_CAP:
             score = 2.0 * tl.sigmoid(2.0 * tl.expand_dims(to_cap, TOKENS) * score) - 1.0
@@ -327,20 +334,26 @@ def attend_kernel(
         weight = tl.exp2(score * scale_of_row - tl.expand_dims(base, TOKENS))
         peak = new_peak
 
-        # What lies behind a length may be NaN, and 0 * NaN is NaN.
-        v_scale = _metadata(at, FIRST, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
-        v_scale = tl.where(valid, v_scale, 0.0)
-        v_zero = _metadata(at, FIRST + 1, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
-        v_middle = tl.where(valid, v_zero, 0.0) + v_scale * MIDDLE
-        v = _values(cache, data + KEY_BYTES, HEAD_DIM, VALUE_BITS, BLOCK_D, PACKED, EXACT)
-        of_middle = weight * tl.expand_dims(v_middle, 1 - TOKENS)
-        if SWAPPED:
-            total = total * shrink_all + weight
-            middle = middle * shrink_all + of_middle
+        own = weight if SWAPPED else tl.sum(weight, axis=1)
+        total = total * (shrink_all if SWAPPED else shrink) + own
+        if DENSE:
+            v = tiles_triton.dense(dense_values, dense, HEAD_DIM, BLOCK_D)
         else:
-            total = total * shrink + tl.sum(weight, axis=1)
-            middle = middle * shrink + tl.sum(of_middle, axis=1)
-        weight = (weight * tl.expand_dims(v_scale, 1 - TOKENS)).to(v.dtype)
+            # What lies behind a length may be NaN, and 0 * NaN is NaN.
+            v_scale = tiles_triton.metadata(at, FIRST, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
+            v_scale = tl.where(valid, v_scale, 0.0)
+            v_zero = tiles_triton.metadata(at, FIRST + 1, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
+            v_middle = tl.where(valid, v_zero, 0.0) + v_scale * MIDDLE
+            v = tiles_triton.values(
+                cache, data + KEY_BYTES, HEAD_DIM, VALUE_BITS, BLOCK_D, PACKED, EXACT
+            )
+            of_middle = weight * tl.expand_dims(v_middle, 1 - TOKENS)
+            if SWAPPED:
+                middle = middle * shrink_all + of_middle
+            else:
+                middle = middle * shrink + tl.sum(of_middle, axis=1)
+            weight *= tl.expand_dims(v_scale, 1 - TOKENS)
+        weight = weight.to(v.dtype)
         acc *= shrink_all
         if SWAPPED:
             acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
@@ -359,7 +372,7 @@ def attend_kernel(
         norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
     result = acc + tl.expand_dims(middle, TOKENS)
     result *= tl.expand_dims(norm, TOKENS)
-    if PACKED and VALUE_BITS == 4:
+    if PACKED and VALUE_BITS == 4 and not DENSE:
         column = unpack_triton.dimension_of_value(column)
     inside = tl.expand_dims(row_valid, TOKENS) & tl.expand_dims(column < HEAD_DIM, 1 - TOKENS)
     at = tl.expand_dims(row_out * HEAD_DIM, TOKENS) + tl.expand_dims(column, 1 - TOKENS)
@@ -412,13 +425,6 @@ def _segment_tokens(index, query_start, num_bounds, tokens):
 
 
 @triton.jit
-def _largest(centroids, count: tl.constexpr):
-    """The largest magnitude of a codebook, 1 if it is 0."""
-    largest = tl.max(tl.abs(tl.load(centroids + tl.arange(0, count))), axis=0)
-    return tl.where(largest == 0.0, 1.0, largest)
-
-
-@triton.jit
 def _query(q_rows, rotation, column, row_valid, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
            WIDTH: tl.constexpr):  # fmt: skip
     """Columns of the rotated query, f32 [BLOCK_M, WIDTH]; as it is without a rotation."""
@@ -440,111 +446,3 @@ def _query(q_rows, rotation, column, row_valid, HEAD_DIM: tl.constexpr, BLOCK_M:
             )
             result = tl.dot(part.to(tl.float32), rows, result, input_precision="tf32x3")
     return result
-
-
-@triton.jit
-def _pages(table, position, offset, high, max_blocks, num_blocks, BLOCK_SIZE: tl.constexpr,
-           BLOCK_N: tl.constexpr):  # fmt: skip
-    """The block of each token of a tile, and which tokens are there; the others get any block."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        page = tl.load(table + position // BLOCK_SIZE)
-    else:
-        page = tl.load(table + tl.minimum((position + offset) // BLOCK_SIZE, max_blocks - 1))
-    valid = (position + offset < high) & (page >= 0) & (page < num_blocks)
-    return tl.minimum(tl.maximum(page, 0), num_blocks - 1).to(tl.int64), valid
-
-
-@triton.jit
-def _metadata(at, FIELD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-              ALIGN: tl.constexpr):  # fmt: skip
-    """One 16-bit float of each token of a tile, as f32 [BLOCK_N]."""
-    metadata, table, position, max_blocks, num_blocks, block_bytes = at
-    # Two tokens at once where that is possible: loads of four bytes can be asynchronous.
-    offset = 2 * tl.arange(0, BLOCK_N // 2) if ALIGN == 4 else tl.arange(0, BLOCK_N)
-    page, _ = _pages(table, position, offset, 0, max_blocks, num_blocks, BLOCK_SIZE, BLOCK_N)
-    byte = page * block_bytes + (2 * FIELD * BLOCK_SIZE + 2 * ((position + offset) % BLOCK_SIZE))
-    if ALIGN == 4:
-        pair = tl.load((metadata + byte).to(tl.pointer_type(tl.uint32)))
-        low = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-        high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-        number = tl.reshape(tl.join(low, high), [BLOCK_N])
-    elif ALIGN == 2:
-        number = tl.load((metadata + byte).to(tl.pointer_type(tl.float16)))
-    else:
-        low = tl.load(metadata + byte).to(tl.uint16)
-        high = tl.load(metadata + byte + 1).to(tl.uint16)
-        number = (low | (high << 8)).to(tl.float16, bitcast=True)
-    return number.to(tl.float32)
-
-
-@triton.jit
-def _codes(cache, data, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Codes of a tile, i32 [BLOCK_N, BLOCK_D], each from the two bytes that it may be in."""
-    bit = tl.arange(0, BLOCK_D) * BITS
-    byte = bit // 8
-    SIZE: tl.constexpr = HEAD_DIM * BITS // 8
-    at = cache + data[:, None] + byte[None, :]
-    low = tl.load(at, mask=(byte < SIZE)[None, :], other=0).to(tl.int32)
-    high = tl.load(at + 1, mask=(byte + 1 < SIZE)[None, :], other=0).to(tl.int32)
-    return ((low | (high << 8)) >> (bit % 8)[None, :]) & (2**BITS - 1)
-
-
-@triton.jit
-def _keys(cache, data, codebook, unit, byte_tables, HEAD_DIM: tl.constexpr,
-          KEY_BITS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
-          EXACT: tl.constexpr):  # fmt: skip
-    """Keys of a tile without their norms, divided by `unit`: [BLOCK_N, BLOCK_D]."""
-    if PACKED and KEY_BITS == 3:
-        first, second, third = _three_words(cache, data, HEAD_DIM, BLOCK_D)
-        key = unpack_triton.keys_of_3_bits(first, second, third, byte_tables)
-    elif PACKED:
-        words = _words(cache, data, HEAD_DIM * KEY_BITS // 32, BLOCK_D * KEY_BITS // 32)
-        if KEY_BITS == 4:
-            key = unpack_triton.keys_of_4_bits(words, byte_tables)
-        else:
-            key = unpack_triton.keys_of_8_bits(words)
-    else:
-        code = _codes(cache, data, HEAD_DIM, KEY_BITS, BLOCK_D)
-        if KEY_BITS == 8:
-            bits = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
-            key = bits.to(tl.float16, bitcast=True).to(tl.float32) * (256.0 / unit)
-        else:
-            key = tl.load(codebook + code) / unit
-        if not EXACT:
-            key = key.to(tl.float16)
-    return key
-
-
-@triton.jit
-def _values(cache, data, HEAD_DIM: tl.constexpr, VALUE_BITS: tl.constexpr, BLOCK_D: tl.constexpr,
-            PACKED: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Codes of the values of a tile minus the middle one: [BLOCK_N, BLOCK_D]."""
-    if PACKED and VALUE_BITS == 3:
-        first, second, third = _three_words(cache, data, HEAD_DIM, BLOCK_D)
-        value = unpack_triton.values_of_3_bits(first, second, third)
-    elif PACKED:
-        value = unpack_triton.values_of_4_bits(_words(cache, data, HEAD_DIM // 8, BLOCK_D // 8))
-    else:
-        code = _codes(cache, data, HEAD_DIM, VALUE_BITS, BLOCK_D) - 2 ** (VALUE_BITS - 1)
-        value = code.to(tl.float32) if EXACT else code.to(tl.bfloat16)
-    return value
-
-
-@triton.jit
-def _words(cache, data, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The words of each row of a tile, uint32 [BLOCK_N, BLOCK]."""
-    column = tl.arange(0, BLOCK)[None, :]
-    at = (cache + data[:, None]).to(tl.pointer_type(tl.uint32)) + column
-    return tl.load(at) if COUNT == BLOCK else tl.load(at, mask=column < COUNT, other=0)
-
-
-@triton.jit
-def _three_words(cache, data, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """3-bit codes of a tile, 32 in three words: uint32 [BLOCK_N, BLOCK_D / 32] each."""
-    group = tl.arange(0, BLOCK_D // 32)[None, :]
-    at = (cache + data[:, None]).to(tl.pointer_type(tl.uint32)) + 3 * group
-    inside = group < HEAD_DIM // 32
-    first = tl.load(at, mask=inside, other=0)
-    second = tl.load(at + 1, mask=inside, other=0)
-    third = tl.load(at + 2, mask=inside, other=0)
-    return first, second, third

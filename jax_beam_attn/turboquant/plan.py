@@ -22,6 +22,8 @@ class TurboQuantPlan:
         blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
         rotation: "fused" rotates queries in the attention kernel, "separate" before it.
         swapped: Whether cached tokens are the rows of the matrix products, and queries the columns.
+        dequantize: Whether all cached tokens are dequantised before, into as many 16-bit numbers as
+            the block table can hold tokens.
 
     Example:
         >>> TurboQuantPlan(num_splits=4).num_splits
@@ -36,13 +38,15 @@ class TurboQuantPlan:
     blocks_per_sm: int | None = None
     rotation: str | None = None
     swapped: bool | None = None
+    dequantize: bool | None = None
 
     def __post_init__(self):
-        checks.one_of("plan.swapped", self.swapped, (None, False, True))
+        for name in ("swapped", "dequantize"):
+            checks.one_of(f"plan.{name}", getattr(self, name), (None, False, True))
         checks.one_of("plan.rotation", self.rotation, (None, "fused", "separate"))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("rotation", "swapped") and value is not None:
+            if field.name not in ("rotation", "swapped", "dequantize") and value is not None:
                 checks.at_least_one(f"plan.{field.name}", value)
         for name, smallest in (("block_m", 8), ("block_n", 16), ("num_warps", 1)):
             allowed = [size for size in _POWERS_OF_TWO if size >= smallest]
@@ -82,6 +86,8 @@ class TurboQuantPlan:
             num_warps=4,
             num_stages=2,
             rotation="fused",
+            swapped=False,
+            dequantize=False,
         )
 
 
@@ -107,6 +113,7 @@ class TritonPlan:
     blocks_per_sm: int
     rotation: str
     swapped: bool
+    dequantize: bool
     packed: bool
 
 
@@ -125,6 +132,8 @@ _TILES = (
 _BLOCK_OVERHEAD = 4
 _MERGE_OVERHEAD = 1
 
+_MOST_SCRATCH = 2**30  # bytes of dequantised tokens
+
 
 def resolve_triton(operands, call) -> TritonPlan:
     """Fills in what the caller's plan leaves open.
@@ -142,8 +151,9 @@ def resolve_triton(operands, call) -> TritonPlan:
     weight = -(-head_dim // 128) * operands["q"].dtype.itemsize // 2
 
     rows = max(1, static.max_query_len) * group
+    tiles_that_fit = [t for t in _TILES if t[0] * weight <= 128]
     _, block_m, block_n, num_warps, num_stages, blocks_per_sm = next(
-        (t for t in _TILES if (given.block_m or rows) <= t[0]), _TILES[-1]
+        (t for t in tiles_that_fit if (given.block_m or rows) <= t[0]), tiles_that_fit[-1]
     )
     block_m = given.block_m or max(block_m, _next_power_of_two(group))
     block_n = given.block_n or max(16, block_n // weight)
@@ -175,8 +185,23 @@ def resolve_triton(operands, call) -> TritonPlan:
         blocks_per_sm=blocks_per_sm,
         rotation=given.rotation or "fused",
         swapped=block_m <= 32 if given.swapped is None else given.swapped,
+        dequantize=_dequantize_before(operands, call, block_m),
         packed=_can_be_packed(static.format, operands["q"].dtype.itemsize),
     )
+
+
+def _dequantize_before(operands, call, block_m: int) -> bool:
+    """Whether the tokens are dequantised once, where several query tiles meet each of them."""
+    given, static = call.plan and call.plan.dequantize, call.static
+    if operands["q"].dtype.itemsize == 4:
+        return False
+    if given is not None:
+        return given
+    format = static.format
+    tokens = operands["block_table"].size * format.block_size
+    scratch = 4 * tokens * format.num_kv_heads * format.head_dim
+    rows = static.max_query_len * operands["q"].shape[1] // format.num_kv_heads
+    return rows >= 4 * block_m >= 4 * 64 and scratch <= _MOST_SCRATCH
 
 
 def _choose_splits(blocks: int, slots: int, steps: int) -> int:
@@ -217,10 +242,13 @@ def triton_unsupported(operands, call) -> str | None:
 
 
 def _shared_bytes(plan: TritonPlan, format, itemsize: int) -> int:
-    """Query tile, weights, keys or values as numbers, and the codes of all stages but one."""
+    """Query tile, weights, keys or values as numbers, and what is loaded ahead."""
     block_d = max(16, _next_power_of_two(format.head_dim))
+    weights = plan.block_m * plan.block_n
+    if plan.dequantize:
+        return 2 * weights + (plan.num_stages - 1) * plan.block_n * 4 * block_d
+    numbers = (plan.block_m + plan.block_n) * block_d + weights
     codes = block_d * (format.key_bits + format.value_bits) // 8 + 2 * format.num_fields
-    numbers = (plan.block_m + plan.block_n) * block_d + plan.block_m * plan.block_n
     return numbers * itemsize + (plan.num_stages - 1) * plan.block_n * codes
 
 

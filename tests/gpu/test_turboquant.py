@@ -41,6 +41,7 @@ PARAMETERS = {
     "num_splits": [None, 1, 2, 16, 32],
     "rotation": ["fused", "separate"],
     "swapped": [None, False, True],
+    "dequantize": [None, False, True],
     "sink": [None, "normal", "extreme"],
     "soft_cap": [None, 3.0],
     "window": [None, None, 1, 100],
@@ -140,7 +141,10 @@ def test_covering_set(index, implementation):
     row = ROWS[index]
     call = make_call(row, index)
     plan = TurboQuantPlan(
-        num_splits=row["num_splits"], rotation=row["rotation"], swapped=row["swapped"]
+        num_splits=row["num_splits"],
+        rotation=row["rotation"],
+        swapped=row["swapped"],
+        dequantize=row["dequantize"],
     )
     first, second = run(call, implementation, plan, repeat=2)
     for a, b in zip(first, second, strict=True):
@@ -167,6 +171,28 @@ def test_every_tile(block_m, block_n, num_warps, swapped, implementation):
     plan = TurboQuantPlan(
         block_m=block_m, block_n=block_n, num_warps=num_warps, swapped=swapped, num_splits=3
     )
+    check(run(call, implementation, plan), reference(call), call["query"].dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("preset", calls.PRESETS)
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_prefill(preset, dequantize, implementation):
+    """Whole prompts of several tiles, and later chunks of some."""
+    format = TurboQuantFormat.preset(preset, head_dim=128, num_kv_heads=2, block_size=16)
+    shape = calls.Shape(
+        lengths=(2000, 700, 1500, 0),
+        queries=(2000, 700, 300, 0),
+        heads=8,
+        head_dim=128,
+        block_size=16,
+        num_blocks=4 * 125,
+        key_bits=format.key_bits,
+        value_bits=format.value_bits,
+        dtype="bfloat16",
+    )
+    call = calls.fill_unused(calls.make_call(shape), calls.POISON) | {"max_query_len": 2000}
+    plan = TurboQuantPlan(dequantize=dequantize)
     check(run(call, implementation, plan), reference(call), call["query"].dtype)
 
 

@@ -31,6 +31,7 @@ PARAMETERS = {
     "block_m": [None, 8, 32],
     "swapped": [False, True],
     "rotation": ["fused", "separate"],
+    "dequantize": [False, True],
     "num_splits": [1, 2, 5],
     "max_seq_len": [None, 5],
     "spare": [(0, 0), (3, 2)],
@@ -104,6 +105,7 @@ def test_against_the_oracle(index, monkeypatch):
         block_n=row["block_n"],
         swapped=row["swapped"],
         rotation=row["rotation"],
+        dequantize=row["dequantize"],
     )
     got = run_kernels(call, plan, monkeypatch)
     check(got, call | {"softmax_scale": float(call["softmax_scale"])})

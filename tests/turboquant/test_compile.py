@@ -11,6 +11,7 @@ from jax_beam_attn import (
     TurboQuantPlan,
     turboquant_attention,
     turboquant_decode_attention,
+    turboquant_store,
 )
 from jax_beam_attn._core import availability
 from jax_beam_attn._core.target import TARGETS
@@ -109,3 +110,26 @@ def test_few_kernels_serve_many_shapes():
 def test_a_plan_that_does_not_fit_is_refused(plan, group, message):
     with pytest.raises(ValueError, match=message):
         _export("a100", plan=plan, group=group, head_dim=256)
+
+
+@pytest.mark.parametrize("gpu", ARCHS)
+@pytest.mark.parametrize("key_bits, value_bits, head_dim", [(4, 4, 128), (3, 3, 80), (8, 4, 256)])
+def test_the_cache_writer_compiles_and_writes_in_place(
+    gpu, key_bits, value_bits, head_dim, tmp_path
+):
+    format = TurboQuantFormat(head_dim, 8, 16, key_bits, value_bits, True)
+    array, fp8 = jax.ShapeDtypeStruct, key_bits == 8
+    exported = export_for(
+        gpu,
+        functools.partial(turboquant_store, format=format),
+        array(format.cache_shape(100), jnp.uint8),
+        *[array((64, 8, head_dim), jnp.bfloat16)] * 2,
+        array((64,), jnp.int32),
+        rotation=None if fp8 else array((head_dim, head_dim), jnp.float32),
+        centroids=None if fp8 else array((2**key_bits,), jnp.float32),
+    )
+    (kernel,) = ptx_of(exported)
+    assert f".target {ARCHS[gpu]}" in kernel
+    assert "output_operand_alias" in exported.mlir_module()
+    if PTXAS is not None:
+        assert "registers" in assemble(kernel, ARCHS[gpu], tmp_path)

@@ -154,6 +154,7 @@ def test_formats_are_frozen_and_compared_by_value():
         ({"block_m": 4}, ValueError, "plan.block_m: got 4, expected one of [None, 8"),
         ({"block_n": 48}, ValueError, "plan.block_n: got 48, expected one of [None, 16"),
         ({"num_warps": 3}, ValueError, "plan.num_warps: got 3, expected one of [None, 1"),
+        ({"swapped": 2}, ValueError, "plan.swapped: got 2, expected one of [None, False, True]"),
         ({"rotation": "none"}, ValueError, "plan.rotation: got 'none', expected one of"),
     ],
 )

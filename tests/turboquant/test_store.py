@@ -229,7 +229,8 @@ def test_int64_slots_are_clamped_and_not_wrapped():
     slots = np.array([2**32, 2**32 + 1, -(2**32), 5])
     key, value = tokens(4, format)
     book = codebook(format)
-    check(poisoned(format), key, value, slots, format, book)
+    got = turboquant_store(poisoned(format), key, value, slots, format=format, **book)
+    check(poisoned(format), key, value, slots, format, book, got)
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with jax.enable_x64(True), strict[0], strict[1]:
         got = turboquant_store(
