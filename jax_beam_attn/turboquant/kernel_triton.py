@@ -185,10 +185,11 @@ def attend_kernel(
     NUM_FIELDS: tl.constexpr = 2 if KEY_BITS == 8 else 3
     MIDDLE: tl.constexpr = 2 ** (VALUE_BITS - 1)
 
-    # KV heads are innermost: the data of a token's heads are neighbours.
+    # KV heads are innermost: the data of a token's heads are neighbours. Later tiles of a request
+    # see more tokens and come first.
     block = tl.program_id(0)
     kv_head = block % kv_heads
-    tile = (block // kv_heads) % tiles
+    tile = tiles - 1 - (block // kv_heads) % tiles
     split = block // (kv_heads * tiles)
 
     request = tile
@@ -263,6 +264,7 @@ def attend_kernel(
     to_log2 = to_logit * _LOG2E
     if SOFT_CAP:
         to_log2 = cap * _LOG2E
+    # Where no row has its own factor, all get the same.
     to_log2 = tl.zeros((BLOCK_M,), tl.float32) + to_log2
     to_cap = tl.zeros((BLOCK_M,), tl.float32) + to_cap
 
@@ -433,7 +435,8 @@ def _query(q_rows, rotation, column, row_valid, HEAD_DIM: tl.constexpr, BLOCK_M:
         at = q_rows[:, None] + column[None, :]
         result = tl.load(at, mask=row_valid[:, None] & inside, other=0.0).to(tl.float32)
     else:
-        STEP: tl.constexpr = 16
+        # Float32 matrix times 16-bit queries as two products of 16 bits, exact to 2**-17.
+        STEP: tl.constexpr = 16 if q_rows.dtype.element_ty == tl.float32 else 32
         result = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         for start in range(0, HEAD_DIM, STEP):
             k = start + tl.arange(0, STEP)
@@ -444,5 +447,9 @@ def _query(q_rows, rotation, column, row_valid, HEAD_DIM: tl.constexpr, BLOCK_M:
                 mask=inside & (k < HEAD_DIM)[:, None],
                 other=0.0,
             )
-            result = tl.dot(part.to(tl.float32), rows, result, input_precision="tf32x3")
+            high = rows.to(part.dtype)
+            result = tl.dot(part, high, result, input_precision="tf32x3")
+            if part.dtype != tl.float32:
+                low = (rows - high.to(tl.float32)).to(part.dtype)
+                result = tl.dot(part, low, result)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jax_beam_attn._core import checks
 
@@ -22,8 +23,8 @@ class TurboQuantPlan:
         blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
         rotation: "fused" rotates queries in the attention kernel, "separate" before it.
         swapped: Whether cached tokens are the rows of the matrix products, and queries the columns.
-        dequantize: Whether all cached tokens are dequantised before, into as many 16-bit numbers as
-            the block table can hold tokens.
+        dequantize: Whether all cached tokens are dequantised before, into room for as many as the
+            block table can hold; never for f32 queries.
 
     Example:
         >>> TurboQuantPlan(num_splits=4).num_splits
@@ -100,6 +101,7 @@ class TritonPlan:
         tiles: Query tiles, at most.
         chunk: Cached tokens of a split, a multiple of block_n; the last split takes all others.
         packed: Whether codes become numbers a few at a time, in registers.
+        shared_bytes: The most shared memory that a thread block may need.
     """
 
     num_splits: int
@@ -115,6 +117,7 @@ class TritonPlan:
     swapped: bool
     dequantize: bool
     packed: bool
+    shared_bytes: int
 
 
 # (most rows, block_m, block_n, num_warps, num_stages, blocks_per_sm): the first entry that holds
@@ -147,8 +150,11 @@ def resolve_triton(operands, call) -> TritonPlan:
     requests = operands["seq_lens"].shape[0]
     kv_heads = static.format.num_kv_heads
     group = heads // kv_heads
-    # A head size above 128 doubles what a tile needs of registers and shared memory.
-    weight = -(-head_dim // 128) * operands["q"].dtype.itemsize // 2
+    itemsize = operands["q"].dtype.itemsize
+    packed = _can_be_packed(static.format, itemsize)
+    # What a tile needs of registers and shared memory: more for a head size above 128, for float32,
+    # and for codes that are taken apart one by one.
+    weight = -(-head_dim // 128) * itemsize // 2 * (1 if packed else 2)
 
     rows = max(1, static.max_query_len) * group
     tiles_that_fit = [t for t in _TILES if t[0] * weight <= 128]
@@ -157,7 +163,19 @@ def resolve_triton(operands, call) -> TritonPlan:
     )
     block_m = given.block_m or max(block_m, _next_power_of_two(group))
     block_n = given.block_n or max(16, block_n // weight)
+    num_stages = given.num_stages or num_stages
     blocks_per_sm = given.blocks_per_sm or max(1, blocks_per_sm // weight)
+    dequantize = _dequantize_before(operands, call, block_m)
+    bytes_of = functools.partial(
+        _shared_bytes, static.format, itemsize, packed, dequantize, block_m
+    )
+    while bytes_of(block_n, num_stages) > call.target.block_shared_bytes:
+        if given.block_n is None and block_n > 16:
+            block_n //= 2
+        elif given.num_stages is None and num_stages > 1:
+            num_stages -= 1
+        else:
+            break
     block_q = max(1, block_m // group)
     tiles = busy = requests
     if "query_start" in operands:
@@ -181,12 +199,13 @@ def resolve_triton(operands, call) -> TritonPlan:
         block_m=block_m,
         block_n=block_n,
         num_warps=given.num_warps or num_warps,
-        num_stages=given.num_stages or num_stages,
+        num_stages=num_stages,
         blocks_per_sm=blocks_per_sm,
         rotation=given.rotation or "fused",
         swapped=block_m <= 32 if given.swapped is None else given.swapped,
-        dequantize=_dequantize_before(operands, call, block_m),
-        packed=_can_be_packed(static.format, operands["q"].dtype.itemsize),
+        dequantize=dequantize,
+        packed=packed,
+        shared_bytes=bytes_of(block_n, num_stages),
     )
 
 
@@ -231,25 +250,27 @@ def triton_unsupported(operands, call) -> str | None:
     group = operands["q"].shape[1] // static.format.num_kv_heads
     if group > plan.block_m:
         return f"plan.block_m = {plan.block_m} is less than the {group} query heads of a KV head"
-    needed = _shared_bytes(plan, static.format, operands["q"].dtype.itemsize)
-    if needed <= call.target.block_shared_bytes:
+    if plan.shared_bytes <= call.target.block_shared_bytes:
         return None
     return (
-        f"plan needs {needed} bytes of shared memory (block_m={plan.block_m}, "
+        f"plan needs {plan.shared_bytes} bytes of shared memory (block_m={plan.block_m}, "
         f"block_n={plan.block_n}, num_stages={plan.num_stages}), and a block of "
         f"{call.target.name} has at most {call.target.block_shared_bytes}"
     )
 
 
-def _shared_bytes(plan: TritonPlan, format, itemsize: int) -> int:
-    """Query tile, weights, keys or values as numbers, and what is loaded ahead."""
+def _shared_bytes(
+    format, itemsize: int, packed: bool, dequantize: bool, block_m: int, block_n: int, stages: int
+) -> int:
+    """Query tile, weights, keys and values as numbers, and what is loaded ahead: an upper bound."""
     block_d = max(16, _next_power_of_two(format.head_dim))
-    weights = plan.block_m * plan.block_n
-    if plan.dequantize:
-        return 2 * weights + (plan.num_stages - 1) * plan.block_n * 4 * block_d
-    numbers = (plan.block_m + plan.block_n) * block_d + weights
-    codes = block_d * (format.key_bits + format.value_bits) // 8 + 2 * format.num_fields
-    return numbers * itemsize + (plan.num_stages - 1) * plan.block_n * codes
+    queries_and_weights = block_m * (block_d + block_n)
+    if dequantize:
+        return 2 * queries_and_weights + stages * block_n * 4 * block_d
+    # Codes that are taken apart one by one come as two bytes for each.
+    codes = block_d * (format.key_bits + format.value_bits) // 8 if packed else 4 * block_d
+    numbers = queries_and_weights + 2 * block_n * block_d
+    return numbers * itemsize + stages * block_n * (codes + 2 * format.num_fields)
 
 
 def _next_power_of_two(count: int) -> int:

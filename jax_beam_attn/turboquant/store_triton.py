@@ -7,7 +7,7 @@ would flip one code in 1500.
 
 # The device code is Triton's language, which type checkers take for Python.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
