@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.jax import compile as cutlass_compile
 from cutlass.jax import ffi as cutlass_ffi
 from cutlass.jax.types import TensorSpec
@@ -124,4 +126,7 @@ def _compile(launcher, signature, num_inputs, arch, constants):
         use_static_tensors=False,
         kwargs=constants,
     )
-    return cutlass_compile.get_or_compile_kernel(launcher, spec, compile_key=launcher)
+    with warnings.catch_warnings():
+        # Registers are addressed by constants, so loops over them are unrolled while tracing.
+        warnings.simplefilter("ignore", DSLOptimizationWarning)
+        return cutlass_compile.get_or_compile_kernel(launcher, spec, compile_key=launcher)

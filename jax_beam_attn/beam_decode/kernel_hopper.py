@@ -15,6 +15,7 @@ more, and counts the cycles; `hopper/` has the roles.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 

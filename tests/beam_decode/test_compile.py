@@ -15,7 +15,21 @@ _NO_TRITON = availability.triton_unavailable(TARGETS["h200"])
 pytestmark = pytest.mark.skipif(_NO_TRITON is not None, reason=str(_NO_TRITON))
 
 
-def _export(gpu, *, dtype=jnp.bfloat16, head_dim=128, width=64, batch=2, page_size=None, **static):
+_NO_CUTE = availability.cute_unavailable(TARGETS["h200"])
+needs_cute = pytest.mark.skipif(_NO_CUTE is not None, reason=str(_NO_CUTE))
+
+
+def _export(
+    gpu,
+    *,
+    implementation="triton",
+    dtype=jnp.bfloat16,
+    head_dim=128,
+    width=64,
+    batch=2,
+    page_size=None,
+    **static,
+):
     array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
     index = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q = array((batch, 1, width, 8, head_dim))
@@ -26,7 +40,7 @@ def _export(gpu, *, dtype=jnp.bfloat16, head_dim=128, width=64, batch=2, page_si
         more = {"seqused_k": index((batch,)), "block_tables": index((batch, 4096 // page_size))}
     beam = array((batch, 3 * width, 4, head_dim))
     rows = index((batch, 1, 1, 3, width))
-    function = functools.partial(beam_decode_attn, implementation="triton", **static)
+    function = functools.partial(beam_decode_attn, implementation=implementation, **static)
     call = {"topk_indices": rows, "decode_nums": index(()), "k_beam": beam, "v_beam": beam, "q": q}
     call |= {"k_context": context, "v_context": context} | more
     return export_for(gpu, lambda call: function(**call), call)
@@ -68,3 +82,62 @@ def test_a_plan_that_does_not_fit_is_refused():
     plan = BeamDecodePlan(block_m=128, block_n=256, num_stages=4)
     with pytest.raises(ValueError, match=r"plan needs \d+ bytes of shared memory.*A100"):
         _export("a100", plan=plan)
+
+
+@needs_cute
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"plan": BeamDecodePlan(num_splits=1)},
+        {"plan": BeamDecodePlan(num_splits=2), "width": 8},
+        {"plan": BeamDecodePlan(num_splits=40), "head_dim": 96},
+        {"page_size": 64, "head_dim": 256, "dtype": jnp.float16, "logits_soft_cap": 5.0},
+    ],
+    ids=["one pass", "cluster", "split", "paged"],
+)
+def test_the_hopper_kernel_compiles(case):
+    exported = _export("h200", implementation="cute", **case)
+    calls = exported.mlir_module().count("@CuteDSLRT_NvJaxCutlassCall")
+    merges = exported.mlir_module().count("@triton_kernel_call_ffi")
+    # Only splits that no cluster merges, and pages of unknown lengths, need a second kernel.
+    assert (calls, merges) == (1, int("page_size" in case or case.get("head_dim") == 96))
+
+
+@needs_cute
+def test_few_hopper_kernels_serve_many_shapes():
+    from jax_beam_attn._core import cute_call
+
+    def export(n):
+        plan = BeamDecodePlan(num_splits=20 + n)
+        _export("h200", implementation="cute", width=65 + n, batch=1 + n, plan=plan)
+
+    export(0)
+    compiled = cute_call._compile.cache_info().currsize
+    for n in range(1, 20):
+        export(n)
+    assert cute_call._compile.cache_info().currsize == compiled
+
+
+@needs_cute
+@pytest.mark.parametrize(
+    "case, reason",
+    [
+        ({"dtype": jnp.float32}, "bf16 and fp16, q is float32"),
+        ({"page_size": 16}, "page_size 16 is no multiple of the tile's 64 tokens"),
+        ({"plan": BeamDecodePlan(pipeline="3kernel")}, "'3kernel' is served by the Triton kernels"),
+        ({"plan": BeamDecodePlan(block_m=32)}, "the plan's are 32 x"),
+        ({"plan": BeamDecodePlan(num_stages=9)}, "num_stages=9, and shared memory has room for 3"),
+    ],
+)
+def test_what_the_hopper_kernel_leaves_to_others(case, reason):
+    with pytest.raises(ValueError, match=f"implementation='cute' cannot serve.*{reason}"):
+        _export("h200", implementation="cute", **case)
+
+
+@needs_cute
+def test_hopper_gets_its_own_kernel():
+    def custom_calls(gpu):
+        return _export(gpu, implementation=None).mlir_module()
+
+    assert "CuteDSLRT_NvJaxCutlassCall" in custom_calls("h200")
+    assert "CuteDSLRT_NvJaxCutlassCall" not in custom_calls("b200")
