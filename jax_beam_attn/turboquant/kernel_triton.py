@@ -355,12 +355,12 @@ def attend_kernel(
             else:
                 middle = middle * shrink + tl.sum(of_middle, axis=1)
             weight *= tl.expand_dims(v_scale, 1 - TOKENS)
-        weight = weight.to(v.dtype)
-        acc *= shrink_all
-        if SWAPPED:
-            acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(weight, v, acc, input_precision="ieee")
+        high_part = weight.to(v.dtype)
+        acc = _add_values(acc * shrink_all, high_part, v, SWAPPED)
+        if not DENSE and not EXACT:
+            # One bf16 is as inexact as the output itself; where few tokens count, errors add up.
+            low_part = (weight - high_part.to(tl.float32)).to(v.dtype)
+            acc = _add_values(acc, low_part, v, SWAPPED)
 
     if SWAPPED:
         total = tl.sum(total, axis=0)
@@ -380,6 +380,16 @@ def attend_kernel(
     at = tl.expand_dims(row_out * HEAD_DIM, TOKENS) + tl.expand_dims(column, 1 - TOKENS)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + row_out, log_total, mask=row_valid)
+
+
+@triton.jit
+def _add_values(acc, weight, v, SWAPPED: tl.constexpr):
+    """The weighted sum of a tile's values, added to `acc`."""
+    if SWAPPED:
+        acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weight, v, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
