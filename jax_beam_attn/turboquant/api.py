@@ -140,6 +140,7 @@ def turboquant_decode_attention(
     sinks: jax.Array | None = None,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    max_query_len: int | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
@@ -159,6 +160,7 @@ def turboquant_decode_attention(
         sinks: f32 [Hq].
         sliding_window: A Python integer >= 1.
         logits_soft_cap: A Python number > 0.
+        max_query_len: As in `turboquant_attention`; without effect, each request has one token.
         max_seq_len: The longest request, for the choice of a plan.
         return_lse: Also return the logsumexp of the logits.
         implementation: None, "reference" or "triton".
@@ -198,7 +200,7 @@ def turboquant_decode_attention(
         sinks,
         sliding_window,
         logits_soft_cap,
-        1,
+        max_query_len,
         max_seq_len,
         return_lse,
         implementation,
@@ -272,10 +274,17 @@ def _attention(
             static_scale,
             logits_soft_cap,
             sliding_window,
-            tokens if max_query_len is None else min(int(max_query_len), tokens),
+            _most_tokens(tokens, bounds, max_query_len),
             capacity if max_seq_len is None else min(int(max_seq_len), capacity),
         ),
         implementation=implementation,
         plan=plan,
     )
     return (out, lse) if return_lse else out
+
+
+def _most_tokens(tokens: int, bounds, max_query_len: int | None) -> int:
+    """The most tokens of a request, as far as is known."""
+    if bounds is None:
+        return 1
+    return tokens if max_query_len is None else min(int(max_query_len), tokens)

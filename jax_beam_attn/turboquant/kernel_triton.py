@@ -271,12 +271,14 @@ def attend_kernel(
     # Matrices have their queries along axis 1 - TOKENS, and tokens or dimensions along TOKENS.
     TOKENS: tl.constexpr = 0 if SWAPPED else 1
     BY_TOKEN: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N)
-    BY_DIMENSION: tl.constexpr = (BLOCK_D, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_D)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Tokens along axis 0 lie in all warps, so their sums stay apart until the end.
     total = tl.zeros(BY_TOKEN if SWAPPED else (BLOCK_M,), tl.float32)
     middle = tl.zeros(BY_TOKEN if SWAPPED else (BLOCK_M,), tl.float32)
-    acc = tl.zeros(BY_DIMENSION, tl.float32)
+    # Where values' scales are in the weights, these are the sum of two numbers of 16 bits.
+    TWO_PARTS: tl.constexpr = not EXACT and not DENSE
+    COLUMNS: tl.constexpr = 2 * BLOCK_M if TWO_PARTS else BLOCK_M
+    acc = tl.zeros((BLOCK_D, COLUMNS) if SWAPPED else (BLOCK_M, BLOCK_D), tl.float32)
     byte_tables = 0
     if PACKED and KEY_BITS < 8 and not DENSE:
         byte_tables = unpack_triton.byte_tables(codebook, unit, KEY_BITS)
@@ -355,13 +357,21 @@ def attend_kernel(
             else:
                 middle = middle * shrink + tl.sum(of_middle, axis=1)
             weight *= tl.expand_dims(v_scale, 1 - TOKENS)
-        weight = weight.to(v.dtype)
-        acc *= shrink_all
+        # One bf16 is as inexact as the output itself, and with few tokens both errors count.
+        part = weight.to(v.dtype)
+        rest = (weight - part.to(tl.float32)).to(v.dtype)
         if SWAPPED:
-            acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
+            if TWO_PARTS:
+                part = tl.reshape(tl.join(part, rest), [BLOCK_N, 2 * BLOCK_M])
+                shrink_all = tl.reshape(tl.join(shrink_all, shrink_all), [1, 2 * BLOCK_M])
+            acc = tl.dot(tl.trans(v), part, acc * shrink_all, input_precision="ieee")
         else:
-            acc = tl.dot(weight, v, acc, input_precision="ieee")
+            acc = tl.dot(part, v, acc * shrink_all, input_precision="ieee")
+            if TWO_PARTS:
+                acc = tl.dot(rest, v, acc)
 
+    if SWAPPED and TWO_PARTS:
+        acc = tl.sum(tl.reshape(acc, [BLOCK_D, BLOCK_M, 2]), axis=2)
     if SWAPPED:
         total = tl.sum(total, axis=0)
         middle = tl.sum(middle, axis=0)
@@ -380,6 +390,16 @@ def attend_kernel(
     at = tl.expand_dims(row_out * HEAD_DIM, TOKENS) + tl.expand_dims(column, 1 - TOKENS)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + row_out, log_total, mask=row_valid)
+
+
+@triton.jit
+def _add_values(acc, weight, v, SWAPPED: tl.constexpr):
+    """The weighted sum of a tile's values, added to `acc`."""
+    if SWAPPED:
+        acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weight, v, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

@@ -125,6 +125,8 @@ def test_lengths_are_clamped(length):
 def test_bounds_that_are_too_low_are_hints_only():
     call = make_call(Shape())
     assert_same_bits(run(call | {"max_seq_len": 2, "max_query_len": 1}), run(call))
+    decode = make_call(Shape(queries=None))
+    assert_same_bits(run(decode | {"max_seq_len": 2, "max_query_len": 3}), run(decode))
 
 
 def test_bounds_of_tokens_are_clamped():
