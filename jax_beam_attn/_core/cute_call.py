@@ -32,7 +32,6 @@ def cute_call(
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     target: GpuTarget,
-    static_dims: Sequence[int] | None = None,
     numbers: Sequence[int] | None = None,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
@@ -43,8 +42,6 @@ def cute_call(
         arrays: Inputs, row-major.
         outputs: Shapes and dtypes of the outputs.
         target: The GPU to compile for.
-        static_dims: For each array and output, how many of its trailing sizes the compiler may
-            rely on (for alignment); none by default. Other sizes are read at run time.
         numbers: Non-negative 32-bit numbers that the launcher gets at run time. They come as the
             sizes of one more output, [0, *numbers]: the call has no other scalars that are not
             compiled in.
@@ -56,11 +53,7 @@ def cute_call(
     count = len(outputs)
     if numbers is not None:
         outputs = [*outputs, jax.ShapeDtypeStruct((0, *numbers), jnp.uint8)]
-    static_dims = static_dims or [0] * (len(arrays) + len(outputs))
-    signature = tuple(
-        (_canonical_shape(each.shape, static), str(each.dtype), static)
-        for each, static in zip([*arrays, *outputs], static_dims, strict=True)
-    )
+    signature = tuple((each.ndim, str(each.dtype)) for each in (*arrays, *outputs))
     compiled = _compile(
         launcher, signature, len(arrays), target.arch, tuple(sorted(constants.items()))
     )
@@ -70,12 +63,6 @@ def cute_call(
         result_shape_dtypes=list(outputs),
     )
     return tuple(call(*arrays, module=compiled.module, key=compiled.fingerprint))[:count]
-
-
-def _canonical_shape(shape: tuple[int, ...], static: int) -> tuple[int, ...]:
-    """The shape with its run-time sizes replaced by 1."""
-    run_time = len(shape) - static
-    return (1,) * run_time + tuple(shape[run_time:])
 
 
 @functools.cache
@@ -99,17 +86,14 @@ def _load_runtime() -> None:
 def _compile(launcher, signature, num_inputs, arch, constants):
     _load_runtime()
 
+    # Sizes are read at run time: here they are all 1.
     specs = tuple(
-        TensorSpec(
-            layout=tuple(reversed(range(len(shape)))),
-            mode=tuple(range(len(shape))),
-            divisibility=shape,
-        )
-        for shape, _, _ in signature
+        TensorSpec(layout=tuple(reversed(range(rank))), mode=tuple(range(rank)))
+        for rank, _ in signature
     )
     arguments = [
-        (shape, jnp.dtype(dtype), spec)
-        for (shape, dtype, _), spec in zip(signature, specs, strict=True)
+        ((1,) * rank, jnp.dtype(dtype), spec)
+        for (rank, dtype), spec in zip(signature, specs, strict=True)
     ]
     # Inputs and outputs are numbered apart.
     inputs = tuple(cutlass_compile.Arg(i, *a) for i, a in enumerate(arguments[:num_inputs]))

@@ -95,7 +95,7 @@ def merge_kernel(
     column = tl.arange(0, BLOCK_D)
     valid = row < num_rows
     inside = valid[:, None] & (column < HEAD_DIM)[None, :]
-    at = row[:, None] * HEAD_DIM + column[None, :]
+    at = row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
 
     first = sample * slots_per_sample
     end = first + slots_per_sample

@@ -70,7 +70,8 @@ def beam_decode_attn(
             "cute"; one that cannot serve the call raises. `python -m jax_beam_attn info` lists
             what this machine can run.
         plan: Overrides launch choices. The number of splits depends on the batch, and so do a
-            row's last bits; a plan with `num_splits` removes that.
+            row's last bits. A plan with `num_splits` removes that; with a jagged context, whose
+            longest possible sample depends on the batch too, only `num_splits=1` does.
 
     Returns:
         [B, 1, W, Hq, D] in q's dtype; with `return_lse`, also f32 [B, 1, W, Hq], the natural
@@ -167,6 +168,7 @@ def _check_context(batch, head_dim, k_context, seqused_k, cu_seqlens_k, block_ta
         bounds = checks.int32("cu_seqlens_k", cu_seqlens_k)
         checks.shape("cu_seqlens_k", bounds, (batch + 1,))
         total = k_context.shape[0]
+        _check_rows("k_context", total)
         return {"cu_seqlens": bounds.reshape(1, -1)}, total, total
 
     index = {}
@@ -183,4 +185,12 @@ def _check_context(batch, head_dim, k_context, seqused_k, cu_seqlens_k, block_ta
     if seqused_k is not None:
         index["seqused"] = checks.int32("seqused_k", seqused_k)
         checks.shape("seqused_k", index["seqused"], (batch,))
+    _check_rows("k_context", k_context.shape[0] * k_context.shape[1])
+    _check_rows("block_tables" if block_tables is not None else "k_context", capacity)
     return index, capacity, batch * capacity
+
+
+def _check_rows(name: str, rows: int) -> None:
+    """Requires that int32 counts the tokens that an operand has, or has room for."""
+    if rows > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{name}: got room for {rows} tokens, expected less than 2**31")

@@ -269,8 +269,8 @@ class Attend(Producer, Consumer, Result):
             split, splits = rank, Int32(self.cluster)
         elif const_expr(self.split):
             if const_expr(self.ragged):
-                sample, split, splits = self._deal_slot(
-                    slot, block, lane, warp, batch, capacity, chunk, pool_rows,
+                sample, split, splits, chunk = self._deal_slot(
+                    slot, out.shape[0], block, lane, warp, batch, capacity, chunk, pool_rows,
                     seqused, cu_seqlens, first_slot,
                 )  # fmt: skip
             else:
@@ -282,9 +282,6 @@ class Attend(Producer, Consumer, Result):
             low = Int32(0)
             high = length
             if const_expr(self.split):
-                if const_expr(self.cluster > 1):
-                    tiles = (length + self.block_n - 1) // self.block_n
-                    chunk = (tiles + self.cluster - 1) // self.cluster * self.block_n
                 low = split * chunk
                 high = cutlass.min(length, low + chunk)
             num_tiles = Int32(0)
@@ -364,13 +361,15 @@ class Attend(Producer, Consumer, Result):
 
     @cute.jit
     def _deal_slot(
-        self, slot, block, lane, warp, batch, capacity, chunk, pool_rows, seqused, cu_seqlens,
-        first_slot,
+        self, slot, slots, block, lane, warp, batch, capacity, chunk, pool_rows, seqused,
+        cu_seqlens, first_slot,
     ):  # fmt: skip
-        """The sample, split and number of splits of a slot, dealt by the samples' lengths.
+        """The sample, split, number of splits and chunk of a slot, dealt by the samples' lengths.
 
         Each sample has one slot per chunk of its length, and at least one, for its beam part. The
-        first block also writes each sample's first slot for the merge.
+        first block also writes each sample's first slot for the merge. Bounds that are out of
+        order can name more tokens than there are, and so need more slots than there are: then
+        each sample has one.
         """
         sample, split, splits = Int32(0), Int32(0), Int32(1)
         dealt = Int32(0)
@@ -398,4 +397,10 @@ class Attend(Producer, Consumer, Result):
             dealt = cute.arch.shuffle_sync(end, offset=WARP - 1)
         if block == 0 and warp == 0 and lane == 0:
             first_slot[0] = 0
-        return sample, split, splits
+        if dealt > slots:
+            sample, split, splits, chunk = slot, Int32(0), Int32(1), capacity
+            if block == 0 and warp == 0:
+                cute.arch.sync_warp()  # other lanes have stored the same entries above
+                for index in cutlass.range(lane, batch + 1, WARP, unroll=1):
+                    first_slot[index] = index
+        return sample, split, splits, chunk

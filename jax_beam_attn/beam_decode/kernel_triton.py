@@ -202,9 +202,10 @@ def attend_kernel(
     splits = 1
     if SPLIT:
         if RAGGED:
-            sample, split, splits = _deal_slot(
-                slot, block, first_slot, batch, chunk, capacity, pool_rows, samples_per_group,
-                seqused, cu_seqlens,
+            slots = tl.num_programs(0) // (m_tiles * kv_heads)
+            sample, split, splits, chunk = _deal_slot(
+                slot, slots, block, first_slot, batch, chunk, capacity, pool_rows,
+                samples_per_group, seqused, cu_seqlens,
             )  # fmt: skip
             if sample >= batch:
                 return
@@ -381,7 +382,11 @@ def _attend_tile(
 def _soft_cap(score, to_cap, SOFT_CAP: tl.constexpr):
     """tanh(score * to_cap) where asked, the logit in units of the cap; else the score."""
     if SOFT_CAP:
-        return 2.0 * tl.sigmoid(2.0 * to_cap * score) - 1.0
+        x = to_cap * score
+        # The difference loses small values, which matter where the cap is large.
+        square = x * x
+        series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+        return tl.where(square < 0.01, series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
     return score
 
 
@@ -402,13 +407,15 @@ def _bounds(sample, mask, capacity, pool_rows, samples_per_group, seqused, cu_se
 
 @triton.jit
 def _deal_slot(
-    slot, block, first_slot, batch, chunk, capacity, pool_rows, samples_per_group, seqused,
+    slot, slots, block, first_slot, batch, chunk, capacity, pool_rows, samples_per_group, seqused,
     cu_seqlens,
 ):  # fmt: skip
-    """The sample, split and number of splits of a slot, dealt by the samples' lengths.
+    """The sample, split, number of splits and chunk of a slot, dealt by the samples' lengths.
 
     Each sample has one slot per chunk of its length, and at least one, for its beam part. The
-    first block also writes each sample's first slot for the merge.
+    first block also writes each sample's first slot for the merge. Bounds that are out of order
+    can name more tokens than there are, and so need more slots than there are: then each sample
+    has one.
     """
     SCAN: tl.constexpr = 128
     sample = batch * 0
@@ -432,4 +439,15 @@ def _deal_slot(
         dealt += tl.sum(count, axis=0)
     if block == 0:
         tl.store(first_slot, 0)
-    return sample, split, splits
+    too_many = dealt > slots
+    if too_many & (block == 0):
+        tl.debug_barrier()  # other threads may have stored the same entries above
+        for start in range(0, batch + 1, SCAN):
+            index = start + tl.arange(0, SCAN)
+            tl.store(first_slot + index, index, mask=index <= batch)
+    return (
+        tl.where(too_many, slot, sample),
+        tl.where(too_many, 0, split),
+        tl.where(too_many, 1, splits),
+        tl.where(too_many, capacity, chunk),
+    )

@@ -20,9 +20,9 @@ class BeamDecodePlan:
             fewer.
         block_m: Queries in a tile: beams times the query heads that share a KV head.
         block_n: Context tokens in a tile.
-        num_warps: Warps in a thread block.
+        num_warps: Warps in a thread block, of the Triton kernels.
         num_stages: Tiles in flight.
-        blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
+        blocks_per_sm: Thread blocks that an SM's registers have to suffice for, Triton kernels.
 
     Example:
         >>> BeamDecodePlan(num_splits=4).num_splits
@@ -219,25 +219,31 @@ def resolve_hopper(operands, call) -> HopperPlan:
     if num_stages is None:
         num_stages = max(1, hopper_stages(block_m, block_n, head_dim, call.target))
     slots = _slots(operands, call, block_m, block_n, 1)
+    blocks = -(-rows // block_m) * k.shape[-2] * q.shape[0]
     return HopperPlan(
         **slots,
-        cluster=_cluster(slots, -(-rows // block_m) * k.shape[-2] * q.shape[0], call.target),
+        cluster=_cluster(slots, blocks, call, num_stages * block_n >= block_m),
         block_m=block_m,
         block_n=block_n,
         num_stages=num_stages,
     )
 
 
-def _cluster(slots: dict, blocks: int, target) -> int:
+def _cluster(slots: dict, blocks: int, call, has_room: bool) -> int:
     """How many splits a cluster merges: all of them, or 1 where another kernel has to.
+
+    The parts lie in the ring's memory, if it has room. A plan's own number of splits is merged in
+    the same way whatever the batch, so that a row's bits do not depend on it.
 
     A cluster needs its thread blocks' SMs within one part of the GPU, and parts differ in size:
     clusters of four that would fill an H200 in one wave took two (beam-2: 46 us, against 28 us
     with a merge kernel). Pairs always find room, and so do the clusters of a small grid.
     """
     splits = slots["num_splits"]
-    fits = splits == 2 or blocks * splits <= target.num_sms // 2
-    return splits if fits and splits <= _MAX_CLUSTER and not slots["ragged"] else 1
+    given = call.plan is not None and call.plan.num_splits is not None
+    small = not given and blocks * splits <= call.target.num_sms // 2
+    fits = has_room and not slots["ragged"] and splits <= _MAX_CLUSTER
+    return splits if fits and (splits == 2 or small) else 1
 
 
 def hopper_unsupported(operands, call) -> str | None:
@@ -257,7 +263,7 @@ def hopper_unsupported(operands, call) -> str | None:
         return f"page_size {k.shape[1]} is no multiple of the tile's {plan.block_n} tokens"
     fitting = hopper_stages(plan.block_m, plan.block_n, q.shape[3], call.target)
     if plan.num_stages > fitting:
-        return f"plan.num_stages={plan.num_stages}, and shared memory has room for {fitting}"
+        return f"plan.num_stages={plan.num_stages}, expected at most {fitting} for these tiles"
     return None
 
 

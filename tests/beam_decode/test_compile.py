@@ -126,7 +126,10 @@ def test_few_hopper_kernels_serve_many_shapes():
         ({"page_size": 16}, "page_size 16 is no multiple of the tile's 64 tokens"),
         ({"plan": BeamDecodePlan(pipeline="3kernel")}, "'3kernel' is served by the Triton kernels"),
         ({"plan": BeamDecodePlan(block_m=32)}, "the plan's are 32 x"),
-        ({"plan": BeamDecodePlan(num_stages=9)}, "num_stages=9, and shared memory has room for 3"),
+        (
+            {"plan": BeamDecodePlan(num_stages=9)},
+            "num_stages=9, expected at most 3 for these tiles",
+        ),
     ],
 )
 def test_what_the_hopper_kernel_leaves_to_others(case, reason):

@@ -168,3 +168,16 @@ def test_plan_is_frozen_and_compared_by_value():
     assert len({plan, BeamDecodePlan("3kernel", 4), BeamDecodePlan("fused", 4)}) == 2
     with pytest.raises(AttributeError):
         plan.num_splits = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_more_tokens_than_int32_counts():
+    rows = jax.ShapeDtypeStruct((2**31, 1, 8), jnp.bfloat16)
+    beam = jax.ShapeDtypeStruct((1, 0, 1, 8), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 1, 2, 1, 8), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((1, 1, 1, 0, 2), jnp.int32)
+    bounds = jax.ShapeDtypeStruct((2,), jnp.int32)
+    with pytest.raises(ValueError, match=r"k_context: got room for 2147483648 tokens, expected"):
+        jax.eval_shape(
+            lambda *arrays: beam_decode_attn(*arrays[:-1], 0, cu_seqlens_k=arrays[-1]),
+            *(q, rows, rows, beam, beam, index, bounds),
+        )

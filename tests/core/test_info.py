@@ -10,10 +10,13 @@ def test_report_names_versions_devices_and_reasons():
     lines = info.report()
     assert f"  jax {jax.__version__}" in lines
     assert f"  {jax.device_count()} x cpu: cpu" in lines
-    for name in ("beam_decode_attn", "sparse_mla_decode"):
+    for name, kernels in (
+        ("beam_decode_attn", ["cute", "triton"]),
+        ("sparse_mla_decode", ["triton"]),
+    ):
         operator = lines.index(name)
-        assert lines[operator + 1 : operator + 3] == [
-            "  triton: no CUDA GPU here",
+        assert lines[operator + 1 : operator + 2 + len(kernels)] == [
+            *(f"  {kernel}: no CUDA GPU here" for kernel in kernels),
             "  reference: available",
         ]
 

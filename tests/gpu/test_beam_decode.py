@@ -186,6 +186,34 @@ def test_large_sizes(shape, ragged, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bounds_out_of_order(implementation):
+    """Samples then share tokens, and want more slots than there are tokens for."""
+    shape = calls.Shape(64, 2, 4, 2, 64, 100, 4, 2, 1)
+    call = calls.dense_call(shape, "bfloat16")
+    for name in ("k_context", "v_context"):
+        call[name] = call[name].reshape(6400, 2, 64)
+    call["cu_seqlens_k"] = np.array([0, 6400] * 32 + [0], np.int32)
+    plan = BeamDecodePlan(num_splits=32)
+    check(run(call, implementation, plan), reference(call), call["q"].dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("soft_cap", [1e2, 1e4, 1e8])
+def test_a_large_soft_cap_leaves_logits_alone(soft_cap, implementation):
+    call = calls.dense_call(calls.Shape(2, 40, 8, 2, 128, 700, 41 * 5, 5, 2), "bfloat16")
+    call["logits_soft_cap"] = soft_cap
+    check(run(call, implementation), reference(call), call["q"].dtype)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_stages_and_clusters_of_the_hopper_kernel(block_n, num_stages):
+    call = calls.dense_call(calls.Shape(2, 100, 6, 2, 128, 700, 101 * 5, 5, 2), "bfloat16")
+    plan = BeamDecodePlan(num_splits=2, block_m=128, block_n=block_n, num_stages=num_stages)
+    check(run(call, "cute", plan), reference(call), call["q"].dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_vmap_shares_the_context(implementation):
     shape = calls.Shape(2, 4, 4, 2, 64, 300, 12, 3, 1)
     call = calls.dense_call(shape, "bfloat16")

@@ -112,3 +112,23 @@ def test_a_pool_without_pages(num_splits, pipeline, monkeypatch):
     call |= {"block_tables": np.zeros((2, 3), np.int32), "seqused_k": np.array([40, 3], np.int32)}
     plan = BeamDecodePlan(pipeline=pipeline, num_splits=num_splits, block_n=16)
     check(run_kernels(call, "h200", plan, monkeypatch), call)
+
+
+@pytest.mark.parametrize("bounds", [[0, 40, 0, 40, 0], [40, 0, 40, 0, 40], [0, 40, 40, 40, 40]])
+@pytest.mark.parametrize("pipeline", ["fused", "3kernel"])
+def test_bounds_out_of_order(bounds, pipeline, monkeypatch):
+    """Samples then share tokens, and want more slots than there are tokens for."""
+    shape = calls.Shape(4, 3, 4, 2, 16, 10, 10, 3)
+    call = calls.dense_call(shape, "float16")
+    for name in ("k_context", "v_context"):
+        call[name] = call[name].reshape(40, 2, 16)
+    call["cu_seqlens_k"] = np.array(bounds, np.int32)
+    plan = BeamDecodePlan(pipeline=pipeline, num_splits=32, block_m=16, block_n=16)
+    check(run_kernels(call, "h200", plan, monkeypatch), call)
+
+
+@pytest.mark.parametrize("soft_cap", [1e2, 1e4, 1e8])
+def test_a_large_soft_cap_leaves_logits_alone(soft_cap, monkeypatch):
+    call = calls.dense_call(calls.Shape(1, 3, 4, 2, 16, 40, 10, 3), "float32")
+    call["logits_soft_cap"] = soft_cap
+    check(run_kernels(call, "a100", BeamDecodePlan(block_n=16), monkeypatch), call)

@@ -73,7 +73,7 @@ class Consumer(Tiles):
                 valid = self._valid_in_page(
                     valid, low + at * self.block_n, sample, page_size, pool_rows, block_tables
                 )
-            self._cap_all(scores, to_cap)
+            self._cap(scores, to_cap)
             self._mask(scores, valid, lane)
             self._softmax(scores, peak, total, shrink, to_log2)
             convert(scores, weights)
@@ -100,7 +100,7 @@ class Consumer(Tiles):
                     self._hand_over(1 - group_index)
                 warpgroup.wait_group(1)
                 self._release(empty_k + stage, lane)
-                self._cap_all(scores, to_cap)
+                self._cap(scores, to_cap)
                 if const_expr(block_tables is not None):
                     self._mask(
                         scores,
@@ -132,7 +132,6 @@ class Consumer(Tiles):
                     self._take_turn(group_index)  # one turn more was handed over than taken
             warpgroup.wait_group(0)
             self._release(empty_v + stage, lane)
-            stage, phase = self._next(stage, phase)
         if const_expr(self.beam):
             self._attend_beams(
                 q_fragment, s_k, s_v, full_beam, empty_k, empty_v, present, acc, peak, total,
@@ -188,7 +187,7 @@ class Consumer(Tiles):
             (first_row + warp * 16 + lane // 4 + 8 * r) // share - first_row // share
             for r in (0, 1)
         ]
-        stage, phase = num_tiles % self.stages, Int32(0)
+        stage = num_tiles % self.stages
         tiles = self._beam_tiles(steps, units)
         for at in cutlass.range((tiles + self.halves - 1) // self.halves, unroll=1):
             # Each stage's barrier counts from its first gathered tile on.
@@ -204,7 +203,7 @@ class Consumer(Tiles):
                     v_fragment = pv_thread.make_fragment_B(pv_thread.partition_B(v_half))
                     self._start(qk, scores, q_fragment, k_fragment[None, None, None, stage], False)
                     warpgroup.wait_group(0)
-                    self._cap_all(scores, to_cap)
+                    self._cap(scores, to_cap)
                     for j in cutlass.range_constexpr(ROWS // 8):
                         for c in cutlass.range_constexpr(2):
                             column = 8 * j + 2 * (lane % 4) + c
@@ -222,7 +221,7 @@ class Consumer(Tiles):
                     warpgroup.wait_group(0)
             self._release(empty_k + stage, lane)
             self._release(empty_v + stage, lane)
-            stage, phase = self._next(stage, phase)
+            stage = (stage + 1) % self.stages
 
     @cute.jit
     def _take_turn(self, group_index):
@@ -293,18 +292,16 @@ class Consumer(Tiles):
                 scores[i] = cutlass.select_(limit > 8 * (i // 4) + i % 2, scores[i], -Float32.inf)
 
     @cute.jit
-    def _capped(self, score, to_cap):
-        """tanh(score * to_cap) where logits are capped, in units of the cap; else the score."""
-        result = score
-        if const_expr(self.soft_cap):
-            result = 2.0 / (1.0 + exp2(score * (-2.0 * LOG2E * to_cap))) - 1.0
-        return result
-
-    @cute.jit
-    def _cap_all(self, scores, to_cap):
+    def _cap(self, scores, to_cap):
+        """Turns scores into tanh(score * to_cap), in units of the cap, where logits are capped."""
         if const_expr(self.soft_cap):
             for i in cutlass.range_constexpr(cute.size(scores)):
-                scores[i] = self._capped(scores[i], to_cap)
+                x = scores[i] * to_cap
+                # The difference loses small values, which matter where the cap is large.
+                square = x * x
+                series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+                tanh = 2.0 / (1.0 + exp2(x * (-2.0 * LOG2E))) - 1.0
+                scores[i] = cutlass.select_(square < 0.01, series, tanh)
 
     @cute.jit
     def _softmax(self, scores, peak, total, shrink, to_log2):
