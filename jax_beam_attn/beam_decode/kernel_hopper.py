@@ -46,6 +46,7 @@ def run(operands, call):
     static = call.static
     q = operands["q"]
     batch, width, heads, head_dim = q.shape
+    kv_heads = operands["k_beam"].shape[2]
     slots = plan.slots(batch)
     split = plan.num_splits > 1
     optional = {name: operands[name] for name in _OPTIONAL if name in operands}
@@ -61,7 +62,7 @@ def run(operands, call):
         stages=plan.num_stages,
         context=static.capacity > 0 and 0 not in operands["k_context"].shape,
         beam=0 not in (*operands["topk_indices"].shape, *operands["k_beam"].shape),
-        shared=operands["topk_indices"].shape[1] != heads,
+        shared=operands["topk_indices"].shape[1] != heads and ROWS % (heads // kv_heads) == 0,
         split=split,
         ragged=plan.ragged,
         cluster=plan.cluster,
@@ -158,9 +159,9 @@ class Attend(Producer, Consumer, Result):
         load_v, v_tiles = cpasync.make_tiled_tma_atom(
             load, v_rows, cute.slice_(layouts[2], (None, None, 0)), (self.block_d, self.block_n)
         )
-        # The queries of a unit share their ancestors; 64 queries are of so many units at most.
+        # The queries of a unit share their ancestors; 64 queries are so many units.
         share = group if self.shared else Int32(1)
-        units = cutlass.select_(ROWS % share == 0, ROWS // share, (ROWS - 1) // share + 2)
+        units = ROWS // share
         slots = out.shape[0] * self.cluster
         self._kernel(
             load_k, k_tiles, load_v, v_tiles, q, k_beam, v_beam, topk, decode_nums,

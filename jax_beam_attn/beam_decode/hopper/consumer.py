@@ -188,7 +188,7 @@ class Consumer(Tiles):
             for r in (0, 1)
         ]
         stage = num_tiles % self.stages
-        tiles = self._beam_tiles(steps, units)
+        tiles = self._beam_tiles(steps, share)
         for at in cutlass.range((tiles + self.halves - 1) // self.halves, unroll=1):
             # Each stage's barrier counts from its first gathered tile on.
             wait(full_beam + stage, at // self.stages % 2)

@@ -82,8 +82,7 @@ class Producer(Tiles):
         """Gathers the tiles of the beam part; all warps of the producer take part.
 
         Tile e is for the queries of warpgroup e % warpgroups. It holds the rows of their units at
-        one step, and after them those at the next steps as far as they fit into 64. Each warp
-        copies 16 rows.
+        one step and then those at the following steps, 64 in all. Each warp copies 16 rows.
         """
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
@@ -94,7 +93,7 @@ class Producer(Tiles):
         # The lanes of a row: first those that copy 16 bytes of K each, then those of V.
         vectors = self.block_d // VECTOR
         vector, of_k = lane % vectors, lane % (2 * vectors) < vectors
-        tiles = self._beam_tiles(steps, units)
+        tiles = self._beam_tiles(steps, share)
         stages = (tiles + self.halves - 1) // self.halves
         stage = num_tiles % self.stages
         phase = 1 ^ num_tiles // self.stages % 2
@@ -189,12 +188,11 @@ class Producer(Tiles):
         """Which row of the beam cache belongs into a tile's row, -1 where there is none."""
         index_heads, max_steps, width = topk.shape[1], topk.shape[2], topk.shape[3]
         step_of_tile, unit = divmod(row, units)
-        steps_of_tile = ROWS // units.divisor
-        step = tile // self.warpgroups * steps_of_tile + step_of_tile
+        step = tile // self.warpgroups * share.divisor + step_of_tile
         unit += (first_row + tile % self.warpgroups * ROWS) // share
         beam, of_group = divmod(unit * share.divisor, group)
         result = Int32(-1)
-        if beam < width and step < steps and step_of_tile < steps_of_tile:
+        if beam < width and step < steps:
             head = kv_head * group.divisor + of_group
             at = (Int64(sample) * index_heads + head * index_heads // heads) * max_steps
             at += split + step * splits

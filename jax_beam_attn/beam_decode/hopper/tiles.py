@@ -26,7 +26,8 @@ class Tiles:
         stages: Tiles of K, and of V, in flight.
         context: Whether there is a context.
         beam: Whether there are beam rows.
-        shared: Whether the queries of a KV head that belong to one beam share its ancestors.
+        shared: Whether the queries of a KV head that belong to one beam share its ancestors, and
+            64 queries belong to whole beams.
         split: Whether slots are chunks of contexts; otherwise a slot is a sample.
         ragged: Whether slots are dealt to samples by their lengths.
         cluster: Thread blocks of a cluster, which merge the splits of a sample among themselves;
@@ -78,7 +79,6 @@ class Tiles:
         return stage, phase
 
     @cute.jit
-    def _beam_tiles(self, steps, units):
+    def _beam_tiles(self, steps, share):
         """Tiles of gathered rows, of all warpgroups."""
-        steps_of_tile = ROWS // units.divisor
-        return (steps + steps_of_tile - 1) // steps_of_tile * self.warpgroups
+        return (steps + share.divisor - 1) // share.divisor * self.warpgroups
