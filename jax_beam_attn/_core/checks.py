@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -114,6 +115,22 @@ def _at_least(smallest: int, name: str, value: Any) -> None:
         raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
     if value < smallest:
         raise ValueError(f"{name}: got {value}, expected >= {smallest}")
+
+
+def plan_fields(plan: Any, **smallest: int) -> None:
+    """Requires integers >= 1 where a plan's fields are integers and given.
+
+    Args:
+        plan: A frozen dataclass.
+        **smallest: Fields that hold a power of two, and the smallest allowed.
+    """
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        if field.type == "int | None" and value is not None:
+            at_least_one(f"plan.{field.name}", value)
+    for name, least in smallest.items():
+        allowed = [2**i for i in range(10) if 2**i >= least]
+        one_of(f"plan.{name}", getattr(plan, name), (None, *allowed))
 
 
 def multiple_of(name: str, count: int, other_name: str, divisor: int) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jax_beam_attn._core.merge_triton import merge_slots
+from jax_beam_attn._core.merge_triton import merge_slots, normalize
 from jax_beam_attn._core.triton_call import row_descriptor, triton_call
 from jax_beam_attn.beam_decode.plan import resolve_triton
 
@@ -298,13 +298,9 @@ def attend_kernel(
                 HEAD_DIM, BLOCK_N, BLOCK_D, PAGED, PAGE_ALIGNED, USE_TMA, SOFT_CAP, True,
             )  # fmt: skip
 
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    log_total = tl.where(empty, float("-inf"), peak * to_log2 * _LN2 + tl.log(total))
-    norm = 1.0 / total
-    if sink is not None:
-        of_sink = tl.load(sink + sample * sink_stride + head, mask=row_valid, other=0.0)
-        norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
+    norm, log_total = normalize(
+        peak * to_log2 * _LN2, total, sink, sample * sink_stride + head, row_valid
+    )
     out_rows = out + slot.to(tl.int64) * width * heads * HEAD_DIM + in_row
     result = (acc * norm[:, None]).to(out.dtype.element_ty)
     tl.store(out_rows[:, None] + column[None, :], result, mask=inside)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jax_beam_attn._core.merge_triton import merge_slots
+from jax_beam_attn._core.merge_triton import merge_slots, normalize
 from jax_beam_attn._core.triton_call import triton_call
 from jax_beam_attn.sparse_mla.cache import VALUE_DIM
 from jax_beam_attn.sparse_mla.plan import SCHEDULED, resolve_triton
@@ -312,13 +312,9 @@ def attend_kernel(
             acc3 = tl.dot(weight, key3, acc3 * shrink[:, None], input_precision="ieee")
             peak = new_peak
 
-        empty = total == 0.0
-        total = tl.where(empty, 1.0, total)
-        log_total = tl.where(empty, float("-inf"), peak * to_log2 * _LN2 + tl.log(total))
-        norm = 1.0 / total
-        if sink is not None:
-            of_sink = tl.load(sink + sample * sink_stride + head, mask=head_valid, other=0.0)
-            norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
+        norm, log_total = normalize(
+            peak * to_log2 * _LN2, total, sink, sample * sink_stride + head, head_valid
+        )
         at = tl.cast(cuts + row, tl.int64) * heads + head
         out_rows = out + at[:, None] * VALUE + dim[None, :]
         norm = norm[:, None]

@@ -37,10 +37,7 @@ class SparseMlaPlan:
     blocks_per_sm: int | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                checks.at_least_one(f"plan.{field.name}", value)
+        checks.plan_fields(self)
         checks.one_of("plan.block_h", self.block_h, (None, 16, 32, 64))
         # A tile lies within a block of the schedule, and so within one of the two caches.
         checks.one_of("plan.block_n", self.block_n, (None, 16, 32, BLOCK))

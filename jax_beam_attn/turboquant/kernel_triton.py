@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from jax_beam_attn._core import folding
-from jax_beam_attn._core.merge_triton import merge_slots
+from jax_beam_attn._core.merge_triton import merge_slots, normalize
 from jax_beam_attn._core.triton_call import triton_call
 from jax_beam_attn.turboquant import tiles_triton, unpack_triton
 from jax_beam_attn.turboquant.dequantize_triton import dequantize_requests, format_constants
@@ -375,13 +375,9 @@ def attend_kernel(
     if SWAPPED:
         total = tl.sum(total, axis=0)
         middle = tl.sum(middle, axis=0)
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    log_total = tl.where(empty, float("-inf"), peak * to_log2 * _LN2 + tl.log(total))
-    norm = 1.0 / total
-    if sink is not None:
-        of_sink = tl.load(sink + request // sink_requests * heads + head, mask=row_valid, other=0.0)
-        norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
+    norm, log_total = normalize(
+        peak * to_log2 * _LN2, total, sink, request // sink_requests * heads + head, row_valid
+    )
     result = acc + tl.expand_dims(middle, TOKENS)
     result *= tl.expand_dims(norm, TOKENS)
     if PACKED and VALUE_BITS == 4 and not DENSE:

@@ -7,8 +7,6 @@ import functools
 
 from jax_beam_attn._core import checks
 
-_POWERS_OF_TWO = tuple(2**i for i in range(10))
-
 
 @dataclasses.dataclass(frozen=True)
 class TurboQuantPlan:
@@ -45,13 +43,7 @@ class TurboQuantPlan:
         for name in ("swapped", "dequantize"):
             checks.one_of(f"plan.{name}", getattr(self, name), (None, False, True))
         checks.one_of("plan.rotation", self.rotation, (None, "fused", "separate"))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("rotation", "swapped", "dequantize") and value is not None:
-                checks.at_least_one(f"plan.{field.name}", value)
-        for name, smallest in (("block_m", 8), ("block_n", 16), ("num_warps", 1)):
-            allowed = [size for size in _POWERS_OF_TWO if size >= smallest]
-            checks.one_of(f"plan.{name}", getattr(self, name), (None, *allowed))
+        checks.plan_fields(self, block_m=8, block_n=16, num_warps=1)
 
     @classmethod
     def source(

@@ -67,21 +67,9 @@ def implementation(request):
 def make_call(row, seed):
     """The call that a row describes; whatever a result may not depend on is NaN."""
     rng = np.random.default_rng(seed)
-    format, _, form = row["cache"].partition(" ")
-    shape = Shape(
-        batch=row["batch"],
-        seqlen_q=row["seqlen_q"],
-        heads=row["heads"],
-        topk=row["topk"],
-        format=format,
-        page_size=row["page_size"],
-        num_blocks=1 + 500 // row["page_size"],
-        padded=form == "padded",
-        extra_topk=row["extra"],
-        extra_page_size=row["extra_page_size"],
-        extra_num_blocks=1 + 100 // row["extra_page_size"],
-        head_dim=int(form) if format == "bf16" else None,
-        key_size=KEY_SIZE,
+    form = row["cache"].partition(" ")[2]
+    shape = calls.shape_of(
+        row, tokens=500, extra_num_blocks=1 + 100 // row["extra_page_size"], key_size=KEY_SIZE
     )
     call = calls.make_call(shape, seed)
     if row["queries"] == "large":  # few keys take all the weight

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from jax_beam_attn import BeamDecodePlan
-from jax_beam_attn._core.operator import Call
-from jax_beam_attn._core.target import TARGETS
 from jax_beam_attn.beam_decode import api
 from tests.beam_decode import calls
+from tests.interpreted.concrete import arguments, put_kernels_in_place
 from tests.pairwise import covering_rows
 from tests.tolerances import KERNEL_LSE, KERNEL_OUT, relative_frobenius
 
@@ -41,17 +40,9 @@ ROWS += [
 
 
 def run_kernels(call, gpu, plan, monkeypatch):
-    """(out, lse) of a call, the kernels taking the primitive's place on concrete arrays."""
-
-    def run(operands, static, *, implementation, plan):
-        from jax_beam_attn.beam_decode import kernel_triton
-
-        operands = {name: array for name, array in operands.items() if array is not None}
-        return kernel_triton.run(operands, Call(static, plan, TARGETS[gpu], {}))
-
-    monkeypatch.setattr(api, "beam_decode", run)
-    arrays = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
-    return api.beam_decode_attn(**arrays, return_lse=True, plan=plan)
+    """(out, lse) of a call."""
+    put_kernels_in_place(monkeypatch, api, "beam_decode", gpu=gpu)
+    return api.beam_decode_attn(**arguments(call), return_lse=True, plan=plan)
 
 
 def check(got, call):

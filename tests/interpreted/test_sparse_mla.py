@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jax_beam_attn import SparseMlaPlan, mla_schedule
-from jax_beam_attn._core.operator import Call
-from jax_beam_attn._core.target import TARGETS
 from jax_beam_attn.sparse_mla import api
+from tests.interpreted.concrete import arguments, put_kernels_in_place
 from tests.pairwise import covering_rows
 from tests.sparse_mla import calls
 from tests.sparse_mla.oracle import BF16
@@ -42,20 +41,7 @@ ROWS = [row for row in covering_rows(PARAMETERS, at_least=48) if row["topk"] or 
 def make_call(row, seed):
     """The call that a row describes; whatever a result may not depend on is NaN."""
     rng = np.random.default_rng(seed)
-    format, _, form = row["cache"].partition(" ")
-    shape = calls.Shape(
-        batch=row["batch"],
-        seqlen_q=row["seqlen_q"],
-        heads=row["heads"],
-        topk=row["topk"],
-        format=format,
-        page_size=row["page_size"],
-        num_blocks=1 + 40 // row["page_size"],
-        padded=form == "padded",
-        extra_topk=row["extra"],
-        extra_page_size=row["extra_page_size"],
-        head_dim=int(form) if format == "bf16" else None,
-    )
+    shape = calls.shape_of(row)
     call = calls.make_call(shape, seed)
     for prefix, topk in (("", row["topk"]), ("extra_", row["extra"])):
         if topk is None:
@@ -98,18 +84,13 @@ def schedule_of(call, splits):
 
 
 def run_kernels(call, gpu, plan, monkeypatch):
-    """(out, lse) of a call, the kernels taking the primitive's place on concrete arrays."""
+    """(out, lse) of a call."""
 
-    def run(operands, static, *, implementation, plan):
-        from jax_beam_attn.sparse_mla import kernel_triton
+    def adapt(operands):
+        return operands | {"q": operands["q"].astype(jnp.float32)}
 
-        operands = {name: array for name, array in operands.items() if array is not None}
-        operands["q"] = operands["q"].astype(jnp.float32)
-        return kernel_triton.run(operands, Call(static, plan, TARGETS[gpu], {}))
-
-    monkeypatch.setattr(api, "sparse_mla", run)
-    arrays = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
-    return api.sparse_mla_decode(**arrays, return_lse=True, plan=plan)
+    put_kernels_in_place(monkeypatch, api, "sparse_mla", gpu=gpu, adapt=adapt)
+    return api.sparse_mla_decode(**arguments(call), return_lse=True, plan=plan)
 
 
 def check(got, call):

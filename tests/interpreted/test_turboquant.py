@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from jax_beam_attn import TurboQuantPlan
-from jax_beam_attn._core.operator import Call
-from jax_beam_attn._core.target import TARGETS
 from jax_beam_attn.turboquant import api
+from tests.interpreted.concrete import arguments, put_kernels_in_place
 from tests.pairwise import covering_rows
 from tests.tolerances import TURBOQUANT_LSE, TURBOQUANT_OUT, relative_frobenius
 from tests.turboquant import calls
@@ -44,19 +43,11 @@ ROWS = covering_rows(PARAMETERS, at_least=64)
 
 
 def run_kernels(call, plan, monkeypatch):
-    """(out, lse) of a call, the kernels taking the primitive's place on concrete arrays."""
-
-    def run(operands, static, *, implementation, plan):
-        from jax_beam_attn.turboquant import kernel_triton
-
-        operands = {name: array for name, array in operands.items() if array is not None}
-        return kernel_triton.run(operands, Call(static, plan, TARGETS["h200"], {}))
-
-    monkeypatch.setattr(api, "turboquant", run)
-    arrays = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
+    """(out, lse) of a call."""
+    put_kernels_in_place(monkeypatch, api, "turboquant")
     decode = "query_start_loc" not in call
     function = api.turboquant_decode_attention if decode else api.turboquant_attention
-    return function(**arrays, return_lse=True, plan=plan)
+    return function(**arguments(call), return_lse=True, plan=plan)
 
 
 def check(got, call):

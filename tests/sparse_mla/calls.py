@@ -58,6 +58,28 @@ class Shape:
         return HEAD_DIM.get(self.format) or self.head_dim or 576
 
 
+def shape_of(row: dict, *, tokens: int = 40, **more) -> Shape:
+    """The shape that a row of a covering set describes, with room for so many tokens.
+
+    A row's cache is a format and its form: "v32 padded", "bf16 512".
+    """
+    format, _, form = row["cache"].partition(" ")
+    return Shape(
+        batch=row["batch"],
+        seqlen_q=row["seqlen_q"],
+        heads=row["heads"],
+        topk=row["topk"],
+        format=format,
+        page_size=row["page_size"],
+        num_blocks=1 + tokens // row["page_size"],
+        padded=form == "padded",
+        extra_topk=row["extra"],
+        extra_page_size=row["extra_page_size"],
+        head_dim=int(form) if format == "bf16" else None,
+        **more,
+    )
+
+
 def random_cache(
     rng: np.random.Generator,
     format: str,

@@ -7,7 +7,7 @@ import pytest
 
 from jax_beam_attn import mla_schedule, sparse_mla_decode
 from tests.pairwise import covering_rows
-from tests.sparse_mla.calls import FORMATS, Shape, check, make_call, run
+from tests.sparse_mla.calls import FORMATS, Shape, check, make_call, run, shape_of
 from tests.sparse_mla.oracle import E4M3
 
 EXTREMES = np.array([np.inf, -np.inf, 3e38, -3e38, 0.0, 89.0, -104.0, 1e30], np.float32)
@@ -30,20 +30,7 @@ ROWS = covering_rows(PARAMETERS)
 
 def call_of(row):
     """A call with masked and repeated indices."""
-    format, _, form = row["cache"].partition(" ")
-    shape = Shape(
-        batch=row["batch"],
-        seqlen_q=row["seqlen_q"],
-        heads=row["heads"],
-        topk=row["topk"],
-        format=format,
-        page_size=row["page_size"],
-        num_blocks=1 + 40 // row["page_size"],
-        padded=form == "padded",
-        extra_topk=row["extra"],
-        extra_page_size=row["extra_page_size"],
-        head_dim=int(form) if format == "bf16" else None,
-    )
+    shape = shape_of(row)
     call = make_call(shape)
     rng = np.random.default_rng(1)
     lead = (row["batch"], row["seqlen_q"])
