@@ -46,6 +46,11 @@ def _ptx(escaped: str) -> str:
     return text[: text.rindex("}") + 1]
 
 
+def products_of_registers(ptx: str) -> list[str]:
+    """The types of each wgmma whose first operand lies in registers, such as "f32.bf16.bf16"."""
+    return re.findall(r"wgmma\.mma_async\S+?k\d+\.(\S+) \{[^}]*\}, \{", ptx)
+
+
 PTXAS = shutil.which("ptxas")
 
 

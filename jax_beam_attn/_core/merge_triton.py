@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from jax_beam_attn._core.softmax_triton import normalize
 from jax_beam_attn._core.target import GpuTarget
 from jax_beam_attn._core.triton_call import triton_call
 
@@ -131,24 +132,3 @@ def merge_kernel(
     result = (acc * norm[:, None]).to(out.dtype.element_ty)
     tl.store(out + own * HEAD_DIM + at, result, mask=inside)
     tl.store(lse + own + row, log_total, mask=valid)
-
-
-@triton.jit
-def normalize(peak, total, sink, sink_at, valid):
-    """What accumulated values are to be multiplied by, and the LSE, for all kernels.
-
-    Args:
-        peak: The largest logits of the rows, natural logarithm, of any value where empty.
-        total: The sums of exp(logit - peak), 0 where there is nothing to attend to.
-        sink: Pointer to f32 sinks, or None; each counts once, in the norm but not in the LSE.
-        sink_at: Offsets of the rows' sinks.
-        valid: Whether there is such a row.
-    """
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    log_total = tl.where(empty, float("-inf"), peak + tl.log(total))
-    norm = 1.0 / total
-    if sink is not None:
-        of_sink = tl.load(sink + sink_at, mask=valid, other=0.0)
-        norm = tl.where(empty, 0.0, norm / (1.0 + tl.exp(of_sink - log_total)))
-    return norm, log_total

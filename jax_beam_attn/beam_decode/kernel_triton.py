@@ -18,12 +18,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jax_beam_attn._core.merge_triton import merge_slots, normalize
+from jax_beam_attn._core.merge_triton import merge_slots
+from jax_beam_attn._core.softmax_triton import LN2, LOG2E, advance, load_scale, normalize, soft_cap
 from jax_beam_attn._core.triton_call import row_descriptor, triton_call
 from jax_beam_attn.beam_decode.plan import resolve_triton
-
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 def run(operands, call):
@@ -223,19 +221,16 @@ def attend_kernel(
     q_rows = q + sample.to(tl.int64) * width * heads * HEAD_DIM + in_row
     inside = row_valid[:, None] & (column < HEAD_DIM)[None, :]
 
-    # Scores q.k are compared as they are and scaled inside the exponent, by `to_log2` > 0: a
-    # traced scale's sign goes to the query, and 0 becomes next to nothing.
+    # Scores q.k are compared as they are and scaled inside the exponent, by `to_log2` > 0.
     softmax_scale = numbers[1][0]
-    sign = 1.0
+    sign = None
     if scale is not None:
-        softmax_scale = tl.load(scale + sample * scale_stride)
-        sign = tl.where(softmax_scale < 0.0, -1.0, 1.0)
-        softmax_scale = tl.maximum(tl.abs(softmax_scale), 1e-30)
+        softmax_scale, sign = load_scale(scale + sample * scale_stride)
     cap = numbers[1][1]
     to_cap = softmax_scale / cap
-    to_log2 = softmax_scale * _LOG2E
+    to_log2 = softmax_scale * LOG2E
     if SOFT_CAP:
-        to_log2 = cap * _LOG2E
+        to_log2 = cap * LOG2E
 
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -244,7 +239,7 @@ def attend_kernel(
     if BEAM:
         # Steps are dealt to the sample's splits in turn, so no split has more than one extra.
         q_tile = tl.load(q_rows[:, None] + column[None, :], mask=inside, other=0.0)
-        q_tile = q_tile.to(tl.float32) * sign
+        q_tile = q_tile.to(tl.float32)
         index_head = (head * index_heads) // heads
         index_rows = topk_indices + (
             (sample.to(tl.int64) * index_heads + index_head) * max_steps * width + beam
@@ -261,20 +256,18 @@ def attend_kernel(
             present = found[:, None] & (column < HEAD_DIM)[None, :]
             k = tl.load(k_beam + at, mask=present, other=0.0).to(tl.float32)
             v = tl.load(v_beam + at, mask=present, other=0.0).to(tl.float32)
-            score = _soft_cap(tl.sum(q_tile * k, axis=1), to_cap, SOFT_CAP)
+            score = tl.sum(q_tile * k, axis=1)
+            if sign is not None:
+                score *= sign
+            score = soft_cap(score, to_cap, SOFT_CAP)
             score = tl.where(found, score, float("-inf"))
-            new_peak = tl.maximum(peak, score)
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
-            shrink = tl.exp2(peak * to_log2 - base)
+            peak, base, shrink = advance(peak, score, to_log2)
             weight = tl.exp2(score * to_log2 - base)
             total = total * shrink + weight
             acc = acc * shrink[:, None] + weight[:, None] * v
-            peak = new_peak
 
     if CONTEXT:
         q_tile = tl.load(q_rows[:, None] + column[None, :], mask=inside, other=0.0)
-        if scale is not None:
-            q_tile = (q_tile * sign).to(q.dtype.element_ty)
         length, start = _bounds(
             sample, True, capacity, pool_rows, samples_per_group, seqused, cu_seqlens
         )
@@ -288,18 +281,18 @@ def attend_kernel(
         for position in tl.range(low, whole, BLOCK_N):
             peak, total, acc = _attend_tile(
                 q_tile, peak, total, acc, position, high, start, table, k_context, v_context,
-                kv_head, kv_heads, pool_rows, page_size, to_log2, to_cap,
+                kv_head, kv_heads, pool_rows, page_size, sign, to_log2, to_cap,
                 HEAD_DIM, BLOCK_N, BLOCK_D, PAGED, PAGE_ALIGNED, USE_TMA, SOFT_CAP, False,
             )  # fmt: skip
         if whole < high:
             peak, total, acc = _attend_tile(
                 q_tile, peak, total, acc, whole, high, start, table, k_context, v_context,
-                kv_head, kv_heads, pool_rows, page_size, to_log2, to_cap,
+                kv_head, kv_heads, pool_rows, page_size, sign, to_log2, to_cap,
                 HEAD_DIM, BLOCK_N, BLOCK_D, PAGED, PAGE_ALIGNED, USE_TMA, SOFT_CAP, True,
             )  # fmt: skip
 
     norm, log_total = normalize(
-        peak * to_log2 * _LN2, total, sink, sample * sink_stride + head, row_valid
+        peak * to_log2 * LN2, total, sink, sample * sink_stride + head, row_valid
     )
     out_rows = out + slot.to(tl.int64) * width * heads * HEAD_DIM + in_row
     result = (acc * norm[:, None]).to(out.dtype.element_ty)
@@ -318,7 +311,7 @@ def _ancestors(index_rows, step, steps, width, row_valid):
 @triton.jit
 def _attend_tile(
     q_tile, peak, total, acc, position, high, start, table, k_context, v_context,
-    kv_head, kv_heads, pool_rows, page_size, to_log2, to_cap,
+    kv_head, kv_heads, pool_rows, page_size, sign, to_log2, to_cap,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PAGED: tl.constexpr,
     PAGE_ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, SOFT_CAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -361,29 +354,17 @@ def _attend_tile(
             v = tl.load(v_context + at, mask=in_head, other=0.0)
 
     score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
-    score = _soft_cap(score, to_cap, SOFT_CAP)
+    if sign is not None:
+        score *= sign
+    score = soft_cap(score, to_cap, SOFT_CAP)
     if MASK or PAGED:
         score = tl.where(valid[None, :], score, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(score, axis=1))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
-    shrink = tl.exp2(peak * to_log2 - base)
+    peak, base, shrink = advance(peak, tl.max(score, axis=1), to_log2)
     weight = tl.exp2(score * to_log2 - base[:, None])
     total = total * shrink + tl.sum(weight, axis=1)
     acc = acc * shrink[:, None]
     acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
-    return new_peak, total, acc
-
-
-@triton.jit
-def _soft_cap(score, to_cap, SOFT_CAP: tl.constexpr):
-    """tanh(score * to_cap) where asked, the logit in units of the cap; else the score."""
-    if SOFT_CAP:
-        x = to_cap * score
-        # The difference loses small values, which matter where the cap is large.
-        square = x * x
-        series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
-        return tl.where(square < 0.01, series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
-    return score
+    return peak, total, acc
 
 
 @triton.jit

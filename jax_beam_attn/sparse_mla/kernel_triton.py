@@ -18,14 +18,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jax_beam_attn._core.merge_triton import merge_slots, normalize
+from jax_beam_attn._core.merge_triton import merge_slots
+from jax_beam_attn._core.softmax_triton import LN2, LOG2E, advance, load_scale, normalize
 from jax_beam_attn._core.triton_call import triton_call
 from jax_beam_attn.sparse_mla.cache import VALUE_DIM
 from jax_beam_attn.sparse_mla.plan import SCHEDULED, resolve_triton
 from jax_beam_attn.sparse_mla.schedule import BLOCK, mla_schedule
-
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 def run(operands, call):
@@ -238,23 +236,20 @@ def attend_kernel(
         low = tl.where(row == first_row, first_block, 0)
         high = tl.where(row == last_row, tl.minimum(end_block, total_blocks), total_blocks)
 
-        # Scores q.k are compared as they are and scaled inside the exponent, by `to_log2` > 0: a
-        # traced scale's sign goes to the query, and 0 becomes next to nothing.
+        # Scores q.k are compared as they are and scaled inside the exponent, by `to_log2` > 0.
         softmax_scale = numbers[1][0]
-        sign = 1.0
+        sign = None
         if scale is not None:
-            softmax_scale = tl.load(scale + sample * scale_stride)
-            sign = tl.where(softmax_scale < 0.0, -1.0, 1.0)
-            softmax_scale = tl.maximum(tl.abs(softmax_scale), 1e-30)
-        to_log2 = softmax_scale * _LOG2E
+            softmax_scale, sign = load_scale(scale + sample * scale_stride)
+        to_log2 = softmax_scale * LOG2E
         q_rows = q + (tl.cast(row, tl.int64) * heads + head)[:, None] * HEAD_DIM
         inside = head_valid[:, None]
-        q0 = _load_query(q_rows + dim[None, :], inside, sign, scale is not None)
-        q1 = _load_query(q_rows + (GROUP + dim)[None, :], inside, sign, scale is not None)
-        q2 = _load_query(q_rows + (2 * GROUP + dim)[None, :], inside, sign, scale is not None)
-        q3 = _load_query(q_rows + (3 * GROUP + dim)[None, :], inside, sign, scale is not None)
+        q0 = tl.load(q_rows + dim[None, :], mask=inside, other=0.0)
+        q1 = tl.load(q_rows + (GROUP + dim)[None, :], mask=inside, other=0.0)
+        q2 = tl.load(q_rows + (2 * GROUP + dim)[None, :], mask=inside, other=0.0)
+        q3 = tl.load(q_rows + (3 * GROUP + dim)[None, :], mask=inside, other=0.0)
         if HEAD_DIM > VALUE:
-            q4 = _load_query(q_rows + (VALUE + rope_dim)[None, :], inside, sign, scale is not None)
+            q4 = tl.load(q_rows + (VALUE + rope_dim)[None, :], mask=inside, other=0.0)
 
         peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
@@ -299,21 +294,20 @@ def attend_kernel(
             score = tl.dot(q2, tl.trans(key2), score, input_precision="ieee")
             key3 = _load_key(row_at, scale_at, valid, q0, 3, FORMAT, NATIVE_E4M3)
             score = tl.dot(q3, tl.trans(key3), score, input_precision="ieee")
+            if sign is not None:
+                score *= sign
             score = tl.where(valid[None, :], score, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(score, axis=1))
-            centre = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
-            shrink = tl.exp2(peak * to_log2 - centre)
-            weight = tl.exp2(score * to_log2 - centre[:, None])
+            peak, base, shrink = advance(peak, tl.max(score, axis=1), to_log2)
+            weight = tl.exp2(score * to_log2 - base[:, None])
             total = total * shrink + tl.sum(weight, axis=1)
             weight = weight.to(q0.dtype)
             acc0 = tl.dot(weight, key0, acc0 * shrink[:, None], input_precision="ieee")
             acc1 = tl.dot(weight, key1, acc1 * shrink[:, None], input_precision="ieee")
             acc2 = tl.dot(weight, key2, acc2 * shrink[:, None], input_precision="ieee")
             acc3 = tl.dot(weight, key3, acc3 * shrink[:, None], input_precision="ieee")
-            peak = new_peak
 
         norm, log_total = normalize(
-            peak * to_log2 * _LN2, total, sink, sample * sink_stride + head, head_valid
+            peak * to_log2 * LN2, total, sink, sample * sink_stride + head, head_valid
         )
         at = tl.cast(cuts + row, tl.int64) * heads + head
         out_rows = out + at[:, None] * VALUE + dim[None, :]
@@ -323,15 +317,6 @@ def attend_kernel(
         tl.store(out_rows + 2 * GROUP, (acc2 * norm).to(out.dtype.element_ty), mask=inside)
         tl.store(out_rows + 3 * GROUP, (acc3 * norm).to(out.dtype.element_ty), mask=inside)
         tl.store(lse + at, log_total, mask=head_valid)
-
-
-@triton.jit
-def _load_query(at, inside, sign, SIGN: tl.constexpr):
-    """A tile of the query, times the sign of a traced scale."""
-    tile = tl.load(at, mask=inside, other=0.0)
-    if SIGN:
-        tile = (tile * sign).to(tile.dtype)
-    return tile
 
 
 @triton.jit

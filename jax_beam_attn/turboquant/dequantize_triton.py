@@ -1,7 +1,9 @@
 """Dequantising the tokens of all requests before attention, where many queries meet each.
 
 Keys become fp16 without their norms, divided by the codebook's largest centroid, as the attention
-kernel has them in its registers; values become bf16.
+kernel has them in its registers. Values become fp16 divided by `VALUE_UNIT`: a scale and a zero
+point of 16 bits make no more than 16 times the largest fp16, and bf16 would be as inexact as the
+output itself.
 """
 
 # The device code is Triton's language, which type checkers take for Python.
@@ -22,6 +24,8 @@ from jax_beam_attn.turboquant import tiles_triton, unpack_triton
 
 _BLOCK_N = 64
 
+VALUE_UNIT: tl.constexpr = tl.constexpr(16.0)
+
 
 def format_constants(format) -> dict[str, int]:
     """What kernels that read a cache are compiled for."""
@@ -39,13 +43,16 @@ def format_constants(format) -> dict[str, int]:
 
 
 def dequantize_requests(operands, call, plan):
-    """Keys fp16 and values bf16, [S, capacity, Hkv, D] each; finite up to each tile's end."""
+    """Keys and values, fp16 [S, capacity, Hkv, D] each; finite up to each tile's end."""
     format = call.static.format
     requests, max_blocks = operands["block_table"].shape
     capacity = max_blocks * format.block_size
-    tiles = triton.cdiv(capacity, _BLOCK_N)
+    block_n = max(_BLOCK_N, plan.block_n)
+    tiles = triton.cdiv(capacity, block_n)
     centroids = operands.get("centroids")
-    shape = (requests, capacity, format.num_kv_heads, format.head_dim)
+    tokens = jax.ShapeDtypeStruct(
+        (requests, capacity, format.num_kv_heads, format.head_dim), jnp.float16
+    )
     return triton_call(
         dequantize_kernel,
         [operands["cache"], operands["block_table"], operands["seq_lens"], centroids],
@@ -56,13 +63,13 @@ def dequantize_requests(operands, call, plan):
             tiles,
             requests // centroids.shape[0] if centroids is not None else 1,
         ),
-        [jax.ShapeDtypeStruct(shape, jnp.float16), jax.ShapeDtypeStruct(shape, jnp.bfloat16)],
+        [tokens, tokens],
         grid=(requests * tiles * format.num_kv_heads,),
         target=call.target,
         num_warps=4,
         HEAD_DIM=format.head_dim,
         **format_constants(format),
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(format.head_dim)),
         PACKED=plan.packed,
     )
@@ -130,7 +137,7 @@ def dequantize_kernel(
     zero = tiles_triton.metadata(at, FIRST + 1, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
     scale, zero = tl.where(valid, scale, 0.0), tl.where(valid, zero, 0.0)
     middle = zero + scale * 2 ** (VALUE_BITS - 1)
-    v = v.to(tl.float32) * scale[:, None] + middle[:, None]
+    v = (v.to(tl.float32) * scale[:, None] + middle[:, None]) / VALUE_UNIT
 
     capacity = max_blocks * BLOCK_SIZE
     row = request.to(tl.int64) * capacity + position + offset
@@ -142,4 +149,4 @@ def dequantize_kernel(
     if PACKED and VALUE_BITS == 4:
         column = unpack_triton.dimension_of_value(column)
         mask = inside & (column < HEAD_DIM)[None, :]
-    tl.store(values + row[:, None] + column[None, :], v.to(tl.bfloat16), mask=mask)
+    tl.store(values + row[:, None] + column[None, :], v.to(tl.float16), mask=mask)

@@ -28,14 +28,16 @@ import triton
 import triton.language as tl
 
 from jax_beam_attn._core import folding
-from jax_beam_attn._core.merge_triton import merge_slots, normalize
+from jax_beam_attn._core.merge_triton import merge_slots
+from jax_beam_attn._core.softmax_triton import LN2, LOG2E, advance, load_scale, normalize, soft_cap
 from jax_beam_attn._core.triton_call import triton_call
 from jax_beam_attn.turboquant import tiles_triton, unpack_triton
-from jax_beam_attn.turboquant.dequantize_triton import dequantize_requests, format_constants
+from jax_beam_attn.turboquant.dequantize_triton import (
+    VALUE_UNIT,
+    dequantize_requests,
+    format_constants,
+)
 from jax_beam_attn.turboquant.plan import resolve_triton
-
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 def run(operands, call):
@@ -47,11 +49,13 @@ def run(operands, call):
     group = heads // format.num_kv_heads
     bounds = operands.get("query_start")
     rotation = operands.get("rotation")
-    if rotation is not None and plan.rotation == "separate":
-        parts = q.astype(jnp.float32).reshape(rotation.shape[0], -1, heads, head_dim)
-        q = jnp.einsum("rthi,rji->rthj", parts, rotation, precision="highest")
-        q = q.reshape(tokens, heads, head_dim)
-        rotation = None
+    exact, largest = q.dtype == jnp.float32, None
+    if plan.rotation == "separate":
+        q, rotation = _rotate(q, rotation), None
+        if not exact:
+            largest = jnp.max(jnp.abs(q), axis=-1)
+            largest = jnp.where(largest == 0, 1, largest)
+            q = (q / largest[..., None]).astype(jnp.float16)
     dense = dequantize_requests(operands, call, plan) if plan.dequantize else (None, None)
     final = plan.num_splits == 1
 
@@ -86,6 +90,7 @@ def run(operands, call):
         attend_kernel,
         [
             q,
+            largest,
             operands["cache"],
             table,
             operands["seq_lens"],
@@ -118,7 +123,7 @@ def run(operands, call):
         DENSE=plan.dequantize,
         SWAPPED=plan.swapped,
         PACKED=plan.packed,
-        EXACT=operands["q"].dtype == jnp.float32,
+        EXACT=exact,
         WINDOW=static.window is not None,
         SOFT_CAP=static.soft_cap is not None,
     )
@@ -139,9 +144,19 @@ def run(operands, call):
     return out[:, 0], lse[:, 0]
 
 
+def _rotate(q, rotation):
+    """Rotated queries in float32; without a rotation as they are."""
+    q = q.astype(jnp.float32)
+    if rotation is None:
+        return q
+    parts = q.reshape(rotation.shape[0], -1, *q.shape[1:])
+    return jnp.einsum("rthi,rji->rthj", parts, rotation, precision="highest").reshape(q.shape)
+
+
 @triton.jit
 def attend_kernel(
     q,
+    q_largest,
     cache,
     block_table,
     seq_lens,
@@ -229,14 +244,11 @@ def attend_kernel(
         tl.store(lse + row_out, float("-inf"), mask=row_valid)
         return
 
-    # Scores are compared as they are and scaled inside the exponent, by `to_log2` > 0: a
-    # traced scale's sign goes to the query, and 0 becomes next to nothing.
+    # Scores are compared as they are and scaled inside the exponent, by `to_log2` > 0.
     softmax_scale = numbers[1][0]
-    sign = 1.0
+    sign = None
     if scale is not None:
-        softmax_scale = tl.load(scale + request // scale_requests)
-        sign = tl.where(softmax_scale < 0.0, -1.0, 1.0)
-        softmax_scale = tl.maximum(tl.abs(softmax_scale), 1e-30)
+        softmax_scale, sign = load_scale(scale + request // scale_requests)
     codebook = centroids
     unit = 1.0
     if KEY_BITS < 8:
@@ -251,19 +263,24 @@ def attend_kernel(
     if rotation is not None:
         rotation_of = rotation + (request // rotation_requests).to(tl.int64) * HEAD_DIM * HEAD_DIM
     column = tl.arange(0, BLOCK_D)
-    q_tile = _query(q_rows, rotation_of, column, row_valid, HEAD_DIM, BLOCK_M, BLOCK_D) * sign
-    largest = tl.max(tl.abs(q_tile), axis=1)
-    largest = tl.where(largest == 0.0, 1.0, largest)
-    if not EXACT:
-        q_tile = (q_tile / largest[:, None]).to(tl.float16)
+    if q_largest is not None:
+        inside = row_valid[:, None] & (column < HEAD_DIM)[None, :]
+        q_tile = tl.load(q_rows[:, None] + column[None, :], mask=inside, other=0.0)
+        largest = tl.load(q_largest + token.to(tl.int64) * heads + head, mask=row_valid, other=1.0)
+    else:
+        q_tile = _query(q_rows, rotation_of, column, row_valid, HEAD_DIM, BLOCK_M, BLOCK_D)
+        largest = tl.max(tl.abs(q_tile), axis=1)
+        largest = tl.where(largest == 0.0, 1.0, largest)
+        if not EXACT:
+            q_tile = (q_tile / largest[:, None]).to(tl.float16)
     to_logit = softmax_scale * unit
     if not EXACT:
         to_logit *= largest
     cap = numbers[1][1]
     to_cap = to_logit / cap
-    to_log2 = to_logit * _LOG2E
+    to_log2 = to_logit * LOG2E
     if SOFT_CAP:
-        to_log2 = cap * _LOG2E
+        to_log2 = cap * LOG2E
     # Where no row has its own factor, all get the same.
     to_log2 = tl.zeros((BLOCK_M,), tl.float32) + to_log2
     to_cap = tl.zeros((BLOCK_M,), tl.float32) + to_cap
@@ -319,8 +336,9 @@ def attend_kernel(
         if KEY_BITS < 8:
             k_norm = tiles_triton.metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
             score *= tl.expand_dims(tl.where(valid, k_norm, 0.0), 1 - TOKENS)
-        if SOFT_CAP:
-            score = 2.0 * tl.sigmoid(2.0 * tl.expand_dims(to_cap, TOKENS) * score) - 1.0
+        if sign is not None:
+            score *= sign
+        score = soft_cap(score, tl.expand_dims(to_cap, TOKENS), SOFT_CAP)
         score += masked
         if (query_start is not None) or WINDOW:
             # Only tiles at the ends of what a row sees need a mask of each element.
@@ -331,12 +349,9 @@ def attend_kernel(
                 if WINDOW:
                     seen = seen & (where >= tl.expand_dims(limit - window, TOKENS))
                 score = tl.where(seen, score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, axis=TOKENS))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * to_log2
-        shrink = tl.exp2(peak * to_log2 - base)
+        peak, base, shrink = advance(peak, tl.max(score, axis=TOKENS), to_log2)
         shrink_all = tl.expand_dims(shrink, TOKENS)
         weight = tl.exp2(score * scale_of_row - tl.expand_dims(base, TOKENS))
-        peak = new_peak
 
         own = weight if SWAPPED else tl.sum(weight, axis=1)
         total = total * (shrink_all if SWAPPED else shrink) + own
@@ -376,26 +391,16 @@ def attend_kernel(
         total = tl.sum(total, axis=0)
         middle = tl.sum(middle, axis=0)
     norm, log_total = normalize(
-        peak * to_log2 * _LN2, total, sink, request // sink_requests * heads + head, row_valid
+        peak * to_log2 * LN2, total, sink, request // sink_requests * heads + head, row_valid
     )
     result = acc + tl.expand_dims(middle, TOKENS)
-    result *= tl.expand_dims(norm, TOKENS)
+    result *= tl.expand_dims(norm * VALUE_UNIT if DENSE else norm, TOKENS)
     if PACKED and VALUE_BITS == 4 and not DENSE:
         column = unpack_triton.dimension_of_value(column)
     inside = tl.expand_dims(row_valid, TOKENS) & tl.expand_dims(column < HEAD_DIM, 1 - TOKENS)
     at = tl.expand_dims(row_out * HEAD_DIM, TOKENS) + tl.expand_dims(column, 1 - TOKENS)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + row_out, log_total, mask=row_valid)
-
-
-@triton.jit
-def _add_values(acc, weight, v, SWAPPED: tl.constexpr):
-    """The weighted sum of a tile's values, added to `acc`."""
-    if SWAPPED:
-        acc = tl.dot(tl.trans(v), weight, acc, input_precision="ieee")
-    else:
-        acc = tl.dot(weight, v, acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit

@@ -19,7 +19,8 @@ class TurboQuantPlan:
         num_warps: Warps in a thread block.
         num_stages: Depth of the pipeline of loads.
         blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
-        rotation: "fused" rotates queries in the attention kernel, "separate" before it.
+        rotation: "fused" rotates queries in the attention kernel, "separate" before it; always
+            "separate" for 64 queries or more as rows, see `swapped`.
         swapped: Whether cached tokens are the rows of the matrix products, and queries the columns.
         dequantize: Whether all cached tokens are dequantised before, into room for as many as the
             block table can hold; never for f32 queries.
@@ -52,7 +53,8 @@ class TurboQuantPlan:
         """The source system's rules.
 
         "3D", that is with a fixed number of splits, for one token of each request and at least
-        1024 cached tokens; else "2D", without splits. Its rotation is fused.
+        1024 cached tokens; else "2D", without splits. Its rotation is always fused, here for less
+        than 64 queries only.
 
         Args:
             group: Query heads that share a KV head.
@@ -72,13 +74,14 @@ class TurboQuantPlan:
         is_prefill = max_query_len > 1
         tile = 32 if is_prefill else 16
         split = not is_prefill and max_seq_len >= 1024
+        block_m = max(128 if is_prefill else 16, _next_power_of_two(group))
         return cls(
             num_splits=max(1, min(num_kv_splits, -(-max_seq_len // tile))) if split else 1,
-            block_m=max(128 if is_prefill else 16, _next_power_of_two(group)),
+            block_m=block_m,
             block_n=tile,
             num_warps=4,
             num_stages=2,
-            rotation="fused",
+            rotation="fused" if block_m < _WIDE else "separate",
             swapped=False,
             dequantize=False,
         )
@@ -126,6 +129,11 @@ _TILES = (
 # splits, as the number of tiles that take as long; estimates.
 _BLOCK_OVERHEAD = 4
 _MERGE_OVERHEAD = 1
+
+# With as many queries as rows, products are wgmma's. Queries that were made in registers would be
+# its operands there, and ptxas (12.9, 13.0) gives their registers away inside the loop where there
+# are few left; those that are loaded as they are go through shared memory.
+_WIDE = 64
 
 _MOST_SCRATCH = 2**30  # bytes of dequantised tokens
 
@@ -183,6 +191,7 @@ def resolve_triton(operands, call) -> TritonPlan:
         min(tiles, busy) * kv_heads, call.target.num_sms * blocks_per_sm, steps
     )
     chunk = -(-steps // num_splits) * block_n
+    swapped = block_m <= 32 if given.swapped is None else given.swapped
     return TritonPlan(
         num_splits=given.num_splits or -(-steps * block_n // chunk),
         chunk=chunk,
@@ -193,8 +202,8 @@ def resolve_triton(operands, call) -> TritonPlan:
         num_warps=given.num_warps or num_warps,
         num_stages=num_stages,
         blocks_per_sm=blocks_per_sm,
-        rotation=given.rotation or "fused",
-        swapped=block_m <= 32 if given.swapped is None else given.swapped,
+        rotation=given.rotation or ("fused" if swapped or block_m < _WIDE else "separate"),
+        swapped=swapped,
         dequantize=dequantize,
         packed=packed,
         shared_bytes=bytes_of(block_n, num_stages),
@@ -242,6 +251,8 @@ def triton_unsupported(operands, call) -> str | None:
     group = operands["q"].shape[1] // static.format.num_kv_heads
     if group > plan.block_m:
         return f"plan.block_m = {plan.block_m} is less than the {group} query heads of a KV head"
+    if plan.rotation == "fused" and not plan.swapped and plan.block_m >= _WIDE:
+        return f"plan.rotation = 'fused' needs swapped=True or block_m < {_WIDE}"
     if plan.shared_bytes <= call.target.block_shared_bytes:
         return None
     return (

@@ -9,7 +9,7 @@ import pytest
 from jax_beam_attn import BeamDecodePlan, beam_decode_attn
 from jax_beam_attn._core import availability
 from jax_beam_attn._core.target import TARGETS
-from tests.compiled import ARCHS, PTXAS, assemble, export_for, ptx_of
+from tests.compiled import ARCHS, PTXAS, assemble, export_for, products_of_registers, ptx_of
 
 _NO_TRITON = availability.triton_unavailable(TARGETS["h200"])
 pytestmark = pytest.mark.skipif(_NO_TRITON is not None, reason=str(_NO_TRITON))
@@ -64,6 +64,16 @@ def test_compiles(gpu, case, tmp_path):
     if PTXAS is not None:
         for ptx in kernels:
             assert "registers" in assemble(ptx, ARCHS[gpu], tmp_path)
+
+
+def test_a_traced_scale_leaves_queries_in_shared_memory():
+    """Only the weights are an operand in registers, as with a scale that is known."""
+    (known,), (traced,) = (
+        ptx_of(_export("h200", softmax_scale=scale, plan=BeamDecodePlan(num_splits=1)))
+        for scale in (0.1, jnp.float32(0.1))
+    )
+    assert known.count("wgmma.mma_async") == traced.count("wgmma.mma_async")
+    assert len(products_of_registers(traced)) == len(products_of_registers(known)) > 0
 
 
 def test_few_kernels_serve_many_shapes():

@@ -39,8 +39,10 @@ PARAMETERS = {
     "kind": ["decode", "decode", "verify", "chunked", "prefill", "mixed"],
     "block_size": [8, 16, 16, 64, 128],
     "num_splits": [None, 1, 2, 16, 32],
-    "rotation": ["fused", "separate"],
-    "swapped": [None, False, True],
+    "swapped, rotation": [
+        *[(None, None), (None, "separate"), (True, "fused"), (True, "separate")],
+        *[(False, None), (False, "separate")],
+    ],
     "dequantize": [None, False, True],
     "sink": [None, "normal", "extreme"],
     "soft_cap": [None, 3.0],
@@ -142,8 +144,8 @@ def test_covering_set(index, implementation):
     call = make_call(row, index)
     plan = TurboQuantPlan(
         num_splits=row["num_splits"],
-        rotation=row["rotation"],
-        swapped=row["swapped"],
+        rotation=row["swapped, rotation"][1],
+        swapped=row["swapped, rotation"][0],
         dequantize=row["dequantize"],
     )
     first, second = run(call, implementation, plan, repeat=2)

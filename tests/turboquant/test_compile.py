@@ -15,7 +15,7 @@ from jax_beam_attn import (
 )
 from jax_beam_attn._core import availability
 from jax_beam_attn._core.target import TARGETS
-from tests.compiled import ARCHS, PTXAS, assemble, export_for, ptx_of
+from tests.compiled import ARCHS, PTXAS, assemble, export_for, products_of_registers, ptx_of
 
 _NO_TRITON = availability.triton_unavailable(TARGETS["h200"])
 pytestmark = pytest.mark.skipif(_NO_TRITON is not None, reason=str(_NO_TRITON))
@@ -96,6 +96,16 @@ def test_few_kernels_serve_many_shapes():
     assert (len(attend_kernel._jT_kernel_cache), len(merge_kernel._jT_kernel_cache)) == compiled
 
 
+@pytest.mark.parametrize("key_bits", [4, 8])
+@pytest.mark.parametrize("block_m, num_warps", [(64, 4), (128, 8)])
+def test_queries_of_wide_tiles_are_no_operands_in_registers(block_m, num_warps, key_bits):
+    """Keys are fp16, values bf16."""
+    plan = TurboQuantPlan(block_m=block_m, num_warps=num_warps, dequantize=False)
+    (attend, *_) = ptx_of(_export("h200", queries=512, key_bits=key_bits, plan=plan))
+    assert "f32.f16.f16" in attend
+    assert set(products_of_registers(attend)) == {"f32.bf16.bf16"}
+
+
 @pytest.mark.parametrize(
     "plan, group, message",
     [
@@ -105,6 +115,11 @@ def test_few_kernels_serve_many_shapes():
             r"plan needs \d+ bytes of shared memory.*A100",
         ),
         (TurboQuantPlan(block_m=16), 32, r"plan.block_m = 16 is less than the 32 query heads"),
+        (
+            TurboQuantPlan(block_m=64, rotation="fused", swapped=False),
+            4,
+            "plan.rotation = 'fused' needs swapped=True or block_m < 64",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan, group, message):

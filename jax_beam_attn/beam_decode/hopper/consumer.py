@@ -326,8 +326,10 @@ class Consumer(Tiles):
             other = [cute.arch.shuffle_sync_bfly(new_peak[r], offset=offset) for r in (0, 1)]
             new_peak = [cute.arch.fmax(new_peak[r], other[r]) for r in (0, 1)]
         for r in cutlass.range_constexpr(2):
-            base.append((Float32(0.0) if new_peak[r] == -Float32.inf else new_peak[r]) * to_log2)
-            shrink[r] = exp2(peak[r] * to_log2 - base[r])
+            finite = Float32(0.0) if new_peak[r] == -Float32.inf else new_peak[r]
+            base.append(finite * to_log2)
+            # Of the difference, so that it is 1 while the peak stays; see `softmax_triton.advance`.
+            shrink[r] = exp2((peak[r] - finite) * to_log2)
             peak[r] = new_peak[r]
         for i in cutlass.range_constexpr(count):
             r = i // 2 % 2
