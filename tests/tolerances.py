@@ -160,10 +160,10 @@ F16_ROUNDING = 2.0**-11 + 1e-6
 TURBOQUANT_MIDPOINT = 1e-5
 
 # TurboQuant kernels against the float32 reference on the same cache: relative Frobenius error.
-# An output in bf16 is off by 1.6e-3 (root mean square of rounding to 2**-8); where tokens are
-# dequantised before, so are weights and values.
+# An output in bf16 is off by 1.6e-3 (root mean square of rounding to 2**-8). In float32, means of
+# 8192 values are a 50th of the values in size, of which sums are off by a few steps.
 TURBOQUANT_OUT = {
-    jnp.dtype(jnp.float32): 1e-5,
+    jnp.dtype(jnp.float32): 3e-5,
     jnp.dtype(jnp.bfloat16): 3e-3,
     jnp.dtype(jnp.float16): 3e-3,
 }

@@ -105,7 +105,7 @@ def test_against_the_oracle(index, monkeypatch):
 @pytest.mark.parametrize("block_n", [32, 128])
 def test_dequantized_tiles_end_with_a_request(block_n, monkeypatch):
     """The dequantised tokens behind a request's length are NaN until they are written."""
-    shape = calls.Shape(lengths=(5, 130, 70), heads=4, kv_heads=2, num_blocks=60, dtype="float16")
+    shape = calls.Shape(lengths=(5, 130, 70), heads=4, kv_heads=2, num_blocks=132, dtype="float16")
     call = calls.fill_unused(calls.make_call(shape), calls.POISON)
     plan = TurboQuantPlan(dequantize=True, block_n=block_n, num_splits=1)
     check(run_kernels(call, plan, monkeypatch), call)
@@ -115,7 +115,7 @@ def test_dequantized_tiles_end_with_a_request(block_n, monkeypatch):
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_wide_tiles(dequantize, dtype, monkeypatch):
     """Queries of wide tiles are rotated before."""
-    shape = calls.Shape(lengths=(40, 20), queries=(30, 9), heads=6, kv_heads=2, dtype=dtype)
+    shape = calls.Shape(lengths=(40, 20), queries=(30, 9), heads=6, kv_heads=2, num_blocks=28, dtype=dtype)
     call = calls.fill_unused(calls.make_call(shape), calls.POISON)
     plan = TurboQuantPlan(block_m=64, block_n=32, dequantize=dequantize)
     check(run_kernels(call, plan, monkeypatch), call)
