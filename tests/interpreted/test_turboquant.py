@@ -115,7 +115,9 @@ def test_dequantized_tiles_end_with_a_request(block_n, monkeypatch):
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_wide_tiles(dequantize, dtype, monkeypatch):
     """Queries of wide tiles are rotated before."""
-    shape = calls.Shape(lengths=(40, 20), queries=(30, 9), heads=6, kv_heads=2, num_blocks=28, dtype=dtype)
+    shape = calls.Shape(
+        lengths=(40, 20), queries=(30, 9), heads=6, kv_heads=2, num_blocks=28, dtype=dtype
+    )
     call = calls.fill_unused(calls.make_call(shape), calls.POISON)
     plan = TurboQuantPlan(block_m=64, block_n=32, dequantize=dequantize)
     check(run_kernels(call, plan, monkeypatch), call)
