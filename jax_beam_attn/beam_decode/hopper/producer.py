@@ -129,6 +129,7 @@ class Producer(Tiles):
                 for half in cutlass.range_constexpr(self.halves):
                     present[half * ROWS + warp * rows_of_warp + lane, stage] = ancestors[half]
             # Passes of 32 lanes over the columns, and over the rows.
+            rows_of_pass = max(1, WARP // (2 * vectors))
             for first in cutlass.range_constexpr(0, 2 * vectors, WARP):
                 if const_expr(2 * vectors > WARP):
                     vector, of_k = (first + lane) % vectors, first + lane < vectors
@@ -139,7 +140,10 @@ class Producer(Tiles):
                 to = s_k.iterator.toint() if of_k else s_v.iterator.toint()
                 to += stage * stage_bytes
                 to += vector // 8 * (self.block_n * 128) + warp * (rows_of_warp * 128)
-                rows_of_pass = max(1, WARP // (2 * vectors))
+                takes_part = None
+                if const_expr(2 * vectors * rows_of_pass % WARP > 0):
+                    # Lanes that are left over would copy what others do.
+                    takes_part = first + lane < 2 * vectors * rows_of_pass
                 for half in cutlass.range_constexpr(self.halves):
                     for row in cutlass.range_constexpr(0, rows_of_warp, rows_of_pass):
                         mine = row
@@ -157,6 +161,7 @@ class Producer(Tiles):
                                 from_row,
                                 size,
                             ],
+                            predicate=takes_part,
                         )
             cute.arch.cp_async_mbarrier_arrive_noinc(full_beam + stage)
             cute.arch.mbarrier_arrive(full_beam + stage)
