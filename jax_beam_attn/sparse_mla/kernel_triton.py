@@ -149,10 +149,10 @@ def _cache_sizes(operands, prefix, page_size):
     if cache is None:
         return (0, 1, 0, 0, 0, 0, 0)
     _, seqlen_q, topk = operands[f"{prefix}indices"].shape
-    # slot // page_size = slot * reciprocal >> shift for every slot below 2**31. The reciprocal is
-    # in [2**31, 2**32); the number passed is 2**32 less, to fit into int32.
-    shift = 31 + max(page_size - 1, 0).bit_length()
-    reciprocal = -(-(2**shift) // max(page_size, 1))
+    # slot // page_size = (2 * slot * reciprocal >> 32) >> shift for every slot below 2**31. The
+    # reciprocal is in [2**31, 2**32); the number passed is 2**32 less, to fit into int32.
+    shift = max(page_size - 1, 0).bit_length()
+    reciprocal = -(-(2 ** (31 + shift)) // max(page_size, 1))
     return (
         topk,
         seqlen_q if length is not None and length.ndim == 1 else 1,  # rows that share a length
@@ -198,7 +198,6 @@ def attend_kernel(
     scale_stride, sink_stride = sizes[6], sizes[7]
     main, extra = numbers[2], numbers[3]
     VALUE: tl.constexpr = 512
-    GROUP: tl.constexpr = 128
     ROPE: tl.constexpr = 64
     BLOCK: tl.constexpr = 64
 
@@ -223,7 +222,7 @@ def attend_kernel(
         cuts = part - first_row
         end_row = first_row + 1
 
-    dim = tl.arange(0, GROUP)
+    dim = tl.arange(0, 256)
     rope_dim = tl.arange(0, ROPE)
     head_valid = head < heads
     for row in range(first_row, end_row):
@@ -244,19 +243,15 @@ def attend_kernel(
         to_log2 = softmax_scale * LOG2E
         q_rows = q + (tl.cast(row, tl.int64) * heads + head)[:, None] * HEAD_DIM
         inside = head_valid[:, None]
-        q0 = tl.load(q_rows + dim[None, :], mask=inside, other=0.0)
-        q1 = tl.load(q_rows + (GROUP + dim)[None, :], mask=inside, other=0.0)
-        q2 = tl.load(q_rows + (2 * GROUP + dim)[None, :], mask=inside, other=0.0)
-        q3 = tl.load(q_rows + (3 * GROUP + dim)[None, :], mask=inside, other=0.0)
+        q_values = tl.load(q_rows + dim[None, :], mask=inside, other=0.0)
+        q_more = tl.load(q_rows + 256 + dim[None, :], mask=inside, other=0.0)
         if HEAD_DIM > VALUE:
-            q4 = tl.load(q_rows + (VALUE + rope_dim)[None, :], mask=inside, other=0.0)
+            q_rope = tl.load(q_rows + (VALUE + rope_dim)[None, :], mask=inside, other=0.0)
 
         peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
-        acc0 = tl.zeros((BLOCK_H, GROUP), tl.float32)
-        acc1 = tl.zeros((BLOCK_H, GROUP), tl.float32)
-        acc2 = tl.zeros((BLOCK_H, GROUP), tl.float32)
-        acc3 = tl.zeros((BLOCK_H, GROUP), tl.float32)
+        acc = tl.zeros((BLOCK_H, 256), tl.float32)
+        acc_more = tl.zeros((BLOCK_H, 256), tl.float32)
         listed = indices + tl.cast(row, tl.int64) * main[0]
         if extra_cache is not None:
             extra_listed = extra_indices + tl.cast(row, tl.int64) * extra[0]
@@ -275,47 +270,38 @@ def attend_kernel(
                 slot = tl.load(of_cache + entry, mask=entry < limit, other=-1)
                 base = tl.where(in_extra, extra_cache, cache)
                 here = _either(in_extra, extra, main)
-            valid = (slot >= 0) & (slot < here[2])
-            reciprocal = tl.cast(here[4], tl.int64) + 4294967296
-            page = (slot.to(tl.int64) * reciprocal) >> here[5]
+            listed_slot = slot.to(tl.uint32)  # a negative one is past every cache
+            valid = listed_slot < tl.cast(here[2], tl.uint32)
+            page = tl.umulhi(2 * listed_slot, tl.cast(here[4], tl.uint32)).to(tl.int32) >> here[5]
             offset = slot - page * here[3]
             row_at, scale_at = _places(
                 base, page, offset, here[3], here[6], FORMAT, HEAD_DIM, ALIGNED
             )
             score = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
             if HEAD_DIM > VALUE:
-                rope = _load_rope(row_at, valid, q0, FORMAT)
-                score = tl.dot(q4, tl.trans(rope), input_precision="ieee")
-            key0 = _load_key(row_at, scale_at, valid, q0, 0, FORMAT, NATIVE_E4M3)
-            score = tl.dot(q0, tl.trans(key0), score, input_precision="ieee")
-            key1 = _load_key(row_at, scale_at, valid, q0, 1, FORMAT, NATIVE_E4M3)
-            score = tl.dot(q1, tl.trans(key1), score, input_precision="ieee")
-            key2 = _load_key(row_at, scale_at, valid, q0, 2, FORMAT, NATIVE_E4M3)
-            score = tl.dot(q2, tl.trans(key2), score, input_precision="ieee")
-            key3 = _load_key(row_at, scale_at, valid, q0, 3, FORMAT, NATIVE_E4M3)
-            score = tl.dot(q3, tl.trans(key3), score, input_precision="ieee")
+                rope = _load_rope(row_at, valid, q_values, FORMAT)
+                score = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
+            key = _load_key(row_at, scale_at, valid, q_values, 0, FORMAT, NATIVE_E4M3)
+            score = tl.dot(q_values, tl.trans(key), score, input_precision="ieee")
+            key_more = _load_key(row_at, scale_at, valid, q_values, 1, FORMAT, NATIVE_E4M3)
+            score = tl.dot(q_more, tl.trans(key_more), score, input_precision="ieee")
             if sign is not None:
                 score *= sign
             score = tl.where(valid[None, :], score, float("-inf"))
             peak, base, shrink = advance(peak, tl.max(score, axis=1), to_log2)
             weight = tl.exp2(score * to_log2 - base[:, None])
             total = total * shrink + tl.sum(weight, axis=1)
-            weight = weight.to(q0.dtype)
-            acc0 = tl.dot(weight, key0, acc0 * shrink[:, None], input_precision="ieee")
-            acc1 = tl.dot(weight, key1, acc1 * shrink[:, None], input_precision="ieee")
-            acc2 = tl.dot(weight, key2, acc2 * shrink[:, None], input_precision="ieee")
-            acc3 = tl.dot(weight, key3, acc3 * shrink[:, None], input_precision="ieee")
+            weight = weight.to(q_values.dtype)
+            acc = tl.dot(weight, key, acc * shrink[:, None], input_precision="ieee")
+            acc_more = tl.dot(weight, key_more, acc_more * shrink[:, None], input_precision="ieee")
 
         norm, log_total = normalize(
             peak * to_log2 * LN2, total, sink, sample * sink_stride + head, head_valid
         )
         at = tl.cast(cuts + row, tl.int64) * heads + head
-        out_rows = out + at[:, None] * VALUE + dim[None, :]
-        norm = norm[:, None]
-        tl.store(out_rows, (acc0 * norm).to(out.dtype.element_ty), mask=inside)
-        tl.store(out_rows + GROUP, (acc1 * norm).to(out.dtype.element_ty), mask=inside)
-        tl.store(out_rows + 2 * GROUP, (acc2 * norm).to(out.dtype.element_ty), mask=inside)
-        tl.store(out_rows + 3 * GROUP, (acc3 * norm).to(out.dtype.element_ty), mask=inside)
+        out_at = out + at[:, None] * VALUE + dim[None, :]
+        tl.store(out_at, (acc * norm[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(out_at + 256, (acc_more * norm[:, None]).to(out.dtype.element_ty), mask=inside)
         tl.store(lse + at, log_total, mask=head_valid)
 
 
@@ -359,8 +345,9 @@ def _places(
     base, page, offset, page_size, block_words,
     FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Where tokens begin, and their scales; page and offset are 64-bit."""
-    block = page * block_words * 8
+    """Where tokens begin, and their scales."""
+    block = page.to(tl.int64) * block_words * 8
+    offset = offset.to(tl.int64)
     if FORMAT == "bf16":
         row = base + tl.multiple_of(block // 2 + offset * HEAD_DIM, 64)
         scale = row
@@ -369,7 +356,7 @@ def _places(
         scale = row + 512
     else:
         row = base + tl.multiple_of(block + offset * 576, ALIGNED)
-        scale = base + tl.multiple_of(block + page_size * 576 + offset * 8, 8)
+        scale = base + tl.multiple_of(block + tl.cast(page_size, tl.int64) * 576 + offset * 8, 8)
     return row, scale
 
 
@@ -377,31 +364,36 @@ def _places(
 def _load_key(
     row, scale, valid, like, G: tl.constexpr, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr
 ):
-    """Dimensions G * 128 to (G + 1) * 128 of keys [N, 128]; 0 where invalid."""
-    dim = tl.arange(0, 128)
-    at = row[:, None] + (G * 128 + dim)[None, :]
+    """The first 512 dimensions of keys [N, 512]; 0 where invalid."""
+    dim = G * 256 + tl.arange(0, 256)
+    at = row[:, None] + dim[None, :]
     tokens: tl.constexpr = valid.shape[0]
     if FORMAT == "bf16":
         key = tl.load(at, mask=valid[:, None], other=0.0).to(like.dtype)
     elif FORMAT == "v32":
         codes = tl.load(at, mask=valid[:, None], other=0)
-        factor = tl.load(scale.to(tl.pointer_type(tl.float32)) + G, mask=valid, other=0.0)
-        key = (_e4m3(codes, NATIVE_E4M3) * factor[:, None]).to(like.dtype)
+        group = 2 * G + tl.arange(0, 2)
+        factor = tl.load(
+            scale.to(tl.pointer_type(tl.float32))[:, None] + group[None, :],
+            mask=valid[:, None],
+            other=0.0,
+        )
+        key = _e4m3(codes, NATIVE_E4M3).reshape(tokens, 2, 128) * factor[:, :, None]
+        key = key.to(like.dtype).reshape(tokens, 256)
     else:
-        half = tl.arange(0, 2)
-        if G < 3:
+        group = 4 * G + tl.arange(0, 4)
+        if G == 0:
             codes = tl.load(at, mask=valid[:, None], other=0)
-        else:  # half as many, then the rope
-            codes = tl.load(at, mask=valid[:, None] & (dim < 64)[None, :], other=0)
+        else:
+            codes = tl.load(at, mask=valid[:, None] & (dim < 448)[None, :], other=0)
         # Four scales at a time: fewer bytes cannot be copied asynchronously.
-        word = tl.load(scale.to(tl.pointer_type(tl.uint32)) + G // 2, mask=valid, other=0)
-        factor = _e8m0((word[:, None] >> (16 * (G % 2) + 8 * half)[None, :]) & 0xFF)
-        scaled = _e4m3(codes, NATIVE_E4M3).reshape(tokens, 2, 64) * factor[:, :, None]
-        scaled = scaled.to(like.dtype)
-        if G == 3:
+        words = tl.load(scale.to(tl.pointer_type(tl.uint64)), mask=valid, other=0)
+        factor = _e8m0(((words[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.uint32))
+        scaled = _e4m3(codes, NATIVE_E4M3).reshape(tokens, 4, 64) * factor[:, :, None]
+        if G == 1:
             rope = _load_rope(row, valid, like, FORMAT)
-            scaled = tl.where((half == 1)[None, :, None], rope[:, None, :], scaled)
-        key = scaled.reshape(tokens, 128)
+            scaled = tl.where((group == 7)[None, :, None], rope.to(tl.float32)[:, None, :], scaled)
+        key = scaled.to(like.dtype).reshape(tokens, 256)
     return key
 
 

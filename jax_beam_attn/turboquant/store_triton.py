@@ -146,10 +146,12 @@ def store_kernel(
     high = tl.max(tl.where(in_head, v, float("-inf")), axis=1)
     low = tl.minimum(tl.maximum(low, -65504.0), 65504.0)
     TOP: tl.constexpr = 2**VALUE_BITS - 1
-    scale = tl.div_rn(high - low, TOP + 0.0 * low)
+    # As in `cache.quantize_value`, operation by operation.
+    RECIPROCAL: tl.constexpr = 1 / TOP
+    scale = (high - low) * RECIPROCAL
     scale = tl.minimum(tl.maximum(scale, 1e-8), 65504.0)
-    steps = tl.floor(tl.div_rn(v - low[:, None], scale[:, None] + 0.0 * v) + 0.5)
-    code = tl.minimum(tl.maximum(steps, 0.0), TOP).to(tl.int32)
+    halves = tl.floor((v - low[:, None]) * tl.div_rn(2.0 + 0.0 * scale, scale)[:, None])
+    code = (tl.minimum(tl.maximum(halves, 0.0), 2 * TOP).to(tl.int32) + 1) >> 1
     _store_codes(data + KEY_BYTES, code, inside, HEAD_DIM, VALUE_BITS, ROWS, BLOCK_D)
     _store_field(metadata + 2 * FIRST * BLOCK_SIZE, scale, inside)
     _store_field(metadata + 2 * (FIRST + 1) * BLOCK_SIZE, low, inside)

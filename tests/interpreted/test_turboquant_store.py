@@ -64,6 +64,16 @@ def test_every_e4m3(monkeypatch):
     check(*arguments, run_kernel(*arguments, monkeypatch))
 
 
+@pytest.mark.parametrize("bits", [3, 4])
+def test_values_between_two_codes(bits, monkeypatch):
+    format = small(8, bits, head_dim=64, heads=8, block_size=16)
+    key, value = test_store.ties(format, 160)
+    book = {"rotation": None, "centroids": None}
+    arguments = poisoned(format, 10), key, value, np.arange(160), format, book
+    codes = test_store.stored_value_codes(run_kernel(*arguments, monkeypatch), format)
+    np.testing.assert_array_equal(codes, test_store.codes_in_float32(value, bits))
+
+
 def test_without_tokens(monkeypatch):
     format = small()
     key, value = tokens(0, format)

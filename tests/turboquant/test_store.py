@@ -134,6 +134,44 @@ def bits_of(format):
     return {n: getattr(format, n) for n in ("key_bits", "value_bits", "norm_correction")}
 
 
+def ties(format, n, dtype=jnp.bfloat16):
+    """Keys and values of few bits, many of them half-way between two codes."""
+    values = np.random.default_rng(0).integers(
+        -40, 41, (2, n, format.num_kv_heads, format.head_dim)
+    )
+    return (values / 8).astype(dtype)
+
+
+def codes_in_float32(value, bits):
+    """`oracle.encode_value`'s codes by the float32 operations that all writers share."""
+    value = value.astype(np.float32)
+    top = np.float32(2**bits - 1)
+    low, high = value.min(axis=-1, keepdims=True), value.max(axis=-1, keepdims=True)
+    scale = (high - low) * (np.float32(1) / top)
+    return ((np.floor((value - low) * (2 / scale)).clip(0, 2 * top) + 1) // 2).astype(int)
+
+
+def stored_value_codes(cache, format):
+    """Codes of all values [slots, Hkv, D] by slot."""
+    flat = np.asarray(cache).reshape(len(cache), -1)[:, : format.metadata_start]
+    rows = flat.reshape(-1, format.num_kv_heads, format.key_bytes + format.value_bytes)
+    data = np.ascontiguousarray(rows[..., format.key_bytes :])
+    codes = oracle.codes_of(data.tobytes(), format.value_bits)
+    return np.array(codes).reshape(*rows.shape[:2], format.head_dim)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("jit", [False, True])
+def test_values_between_two_codes(bits, jit):
+    format = small(8, bits, head_dim=64, heads=8, block_size=16)
+    key, value = ties(format, 160)
+    book = {"rotation": None, "centroids": None}
+    store = jitted(format) if jit else functools.partial(turboquant_store, format=format)
+    got = store(poisoned(format, 10), key, value, np.arange(160), **book)
+    want = codes_in_float32(value, bits)
+    np.testing.assert_array_equal(stored_value_codes(got, format), want)
+
+
 @pytest.mark.parametrize("key_bits", [3, 4])
 def test_how_many_codes_differ(key_bits):
     """Float32's rounding may flip a code at a midpoint, and nothing else."""
