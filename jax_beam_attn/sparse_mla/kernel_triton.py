@@ -364,7 +364,7 @@ def _places(
 def _load_key(
     row, scale, valid, like, G: tl.constexpr, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr
 ):
-    """The first 512 dimensions of keys [N, 512]; 0 where invalid."""
+    """Dimensions G * 256 to (G + 1) * 256 of keys [N, 256]; 0 where invalid."""
     dim = G * 256 + tl.arange(0, 256)
     at = row[:, None] + dim[None, :]
     tokens: tl.constexpr = valid.shape[0]
