@@ -128,7 +128,12 @@ class MlaShape:
 
 @dataclasses.dataclass(frozen=True)
 class TurboQuantShape:
-    """One call of `turboquant_decode_attention`; `slot_bytes` are those of one token and head."""
+    """One call of TurboQuant attention.
+
+    Attributes:
+        slot_bytes: Bytes of one token and head.
+        prefill: Whether all tokens are new, each seeing those before it; else one of a request.
+    """
 
     id: str
     preset: str
@@ -139,17 +144,21 @@ class TurboQuantShape:
     head_dim: int
     slot_bytes: int
     block_size: int = 16
+    prefill: bool = False
 
     @property
     def flop(self) -> int:
         """Operations of QK and PV, two for each multiply-add."""
-        return 4 * self.batch * self.heads * self.head_dim * self.context
+        seen = self.context * (self.context + 1) // 2 if self.prefill else self.context
+        return 4 * self.batch * self.heads * self.head_dim * seen
 
     @property
     def nbytes(self) -> int:
         """Compulsory bytes."""
-        # The cache alone: query and output are under 1% of it in every row.
-        return self.batch * self.context * self.kv_heads * self.slot_bytes
+        cache = self.batch * self.context * self.kv_heads * self.slot_bytes
+        if not self.prefill:
+            return cache  # query and output are under 1% of it in every row
+        return cache + 2 * _BF16_BYTES * self.batch * self.context * self.heads * self.head_dim
 
     @property
     def floor(self) -> Floor:
@@ -234,14 +243,22 @@ TURBOQUANT = (
     TurboQuantShape("tq-64x8192-d64-4bit_nc", "4bit_nc", 64, 8192, 64, 8, 64, 70),
 )
 
+# Their bar is another implementation's time in the same run, see `bench.turboquant`.
+TURBOQUANT_PREFILL = (
+    TurboQuantShape("tq-prefill-4x4096-4bit_nc", "4bit_nc", 4, 4096, 32, 8, 128, 134, prefill=True),
+    TurboQuantShape("tq-prefill-4x4096-k8v4", "k8v4", 4, 4096, 32, 8, 128, 196, prefill=True),
+)
+
 # One has a length that is no multiple of a block.
 TURBOQUANT_QUICK = (
     TurboQuantShape("quick-4bit_nc", "4bit_nc", 2, 50, 4, 2, 64, 70),
     TurboQuantShape("quick-3bit_nc", "3bit_nc", 1, 64, 4, 1, 64, 54),
     TurboQuantShape("quick-k8v4", "k8v4", 2, 33, 4, 2, 32, 52),
+    TurboQuantShape("quick-prefill", "4bit_nc", 2, 48, 4, 2, 64, 70, prefill=True),
 )
 
-BY_ID: dict[str, Shape] = {
-    shape.id: shape
-    for shape in (*BEAM, *BEAM_QUICK, *MLA, *MLA_ALL, *MLA_QUICK, *TURBOQUANT, *TURBOQUANT_QUICK)
-}
+_ALL: tuple[tuple[Shape, ...], ...] = (
+    *(BEAM, BEAM_QUICK, MLA, MLA_ALL, MLA_QUICK),
+    *(TURBOQUANT, TURBOQUANT_PREFILL, TURBOQUANT_QUICK),
+)
+BY_ID: dict[str, Shape] = {shape.id: shape for shapes in _ALL for shape in shapes}

@@ -13,7 +13,7 @@ import numpy as np
 from bench.check import relative_error
 from bench.results import Row
 from bench.stamp import Stamp
-from bench.timing import Inputs, L2State, Settings, time_call
+from bench.timing import Inputs, L2State, Settings, Timing, time_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,12 @@ class Implementation:
         run: From inputs to the output. Raises NotImplementedError or ValueError, with the
             reason, for a call or a machine that it does not serve.
         tolerance: The largest relative error of a right result.
+        time_call: How `run` is timed; another framework brings its own way.
     """
 
-    run: Callable[[Inputs], jax.Array]
+    run: Callable[..., Any]
     tolerance: float
+    time_call: Callable[..., tuple[Timing, list[jax.Array]]] = time_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,7 @@ def measure(
         implementation = suite.implementations[name]
         print(f"{row_id} {name}", flush=True)
         try:
-            timing, outputs = time_call(
+            timing, outputs = implementation.time_call(
                 implementation.run, inputs, l2=l2, nbytes=shape.nbytes, settings=settings
             )
         except (NotImplementedError, ValueError) as reason:

@@ -18,7 +18,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +184,7 @@ def _attend_quantized(query, key, value, *, format, rotation, centroids):
         max_query_len=window,
         **codebook,
     )
-    return out.reshape(query.shape)
+    return cast(jax.Array, out).reshape(query.shape)
 
 
 def format_table(results: Sequence[Result]) -> str:
