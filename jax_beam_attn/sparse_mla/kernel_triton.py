@@ -3,8 +3,9 @@
 A thread block takes a tile of heads and one part of the work: the blocks of 64 listed tokens that
 the schedule (or, with a plan's `num_splits`, an equal cut of every row) gives it. Tokens of both
 caches form one sequence, main cache first, so that one loop serves both. Each tile of tokens is
-gathered and dequantised once, 128 dimensions at a time; it is the key of QK and, its first 512
-dimensions, the value of PV. Parts are merged by a second kernel.
+gathered and dequantised once, `WIDTH` dimensions at a time: more of them mean fewer barriers and
+more registers. It is the key of QK and, its first 512 dimensions, the value of PV. Parts are merged
+by a second kernel.
 """
 
 # The device code is Triton's language, which type checkers take for Python.
@@ -140,6 +141,7 @@ def _attend(operands, call, plan, begin, slots):
         NATIVE_E4M3=call.target.compute_capability >= 89,
         BLOCK_H=plan.block_h,
         BLOCK_N=plan.block_n,
+        WIDTH=plan.width,
     )
 
 
@@ -190,6 +192,7 @@ def attend_kernel(
     NATIVE_E4M3: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """One tile of heads against one part's tokens, row by row."""
     sizes = numbers[0]
@@ -222,7 +225,8 @@ def attend_kernel(
         cuts = part - first_row
         end_row = first_row + 1
 
-    dim = tl.arange(0, 256)
+    PARTS: tl.constexpr = VALUE // WIDTH
+    dim = tl.arange(0, WIDTH)
     rope_dim = tl.arange(0, ROPE)
     head_valid = head < heads
     for row in range(first_row, end_row):
@@ -243,15 +247,18 @@ def attend_kernel(
         to_log2 = softmax_scale * LOG2E
         q_rows = q + (tl.cast(row, tl.int64) * heads + head)[:, None] * HEAD_DIM
         inside = head_valid[:, None]
-        q_values = tl.load(q_rows + dim[None, :], mask=inside, other=0.0)
-        q_more = tl.load(q_rows + 256 + dim[None, :], mask=inside, other=0.0)
+        q_parts = ()
+        for g in tl.static_range(PARTS):
+            of_part = q_rows + (g * WIDTH + dim)[None, :]
+            q_parts += (tl.load(of_part, mask=inside, other=0.0),)
         if HEAD_DIM > VALUE:
             q_rope = tl.load(q_rows + (VALUE + rope_dim)[None, :], mask=inside, other=0.0)
 
         peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
-        acc = tl.zeros((BLOCK_H, 256), tl.float32)
-        acc_more = tl.zeros((BLOCK_H, 256), tl.float32)
+        accs = ()
+        for _ in tl.static_range(PARTS):
+            accs += (tl.zeros((BLOCK_H, WIDTH), tl.float32),)
         listed = indices + tl.cast(row, tl.int64) * main[0]
         if extra_cache is not None:
             extra_listed = extra_indices + tl.cast(row, tl.int64) * extra[0]
@@ -279,29 +286,34 @@ def attend_kernel(
             )
             score = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
             if HEAD_DIM > VALUE:
-                rope = _load_rope(row_at, valid, q_values, FORMAT)
+                rope = _load_rope(row_at, valid, q_rope, FORMAT)
                 score = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
-            key = _load_key(row_at, scale_at, valid, q_values, 0, FORMAT, NATIVE_E4M3)
-            score = tl.dot(q_values, tl.trans(key), score, input_precision="ieee")
-            key_more = _load_key(row_at, scale_at, valid, q_values, 1, FORMAT, NATIVE_E4M3)
-            score = tl.dot(q_more, tl.trans(key_more), score, input_precision="ieee")
+            keys = ()
+            for g in tl.static_range(PARTS):
+                key = _load_key(row_at, scale_at, valid, q_parts[0], g, WIDTH, FORMAT, NATIVE_E4M3)
+                score = tl.dot(q_parts[g], tl.trans(key), score, input_precision="ieee")
+                keys += (key,)
             if sign is not None:
                 score *= sign
             score = tl.where(valid[None, :], score, float("-inf"))
             peak, base, shrink = advance(peak, tl.max(score, axis=1), to_log2)
             weight = tl.exp2(score * to_log2 - base[:, None])
             total = total * shrink + tl.sum(weight, axis=1)
-            weight = weight.to(q_values.dtype)
-            acc = tl.dot(weight, key, acc * shrink[:, None], input_precision="ieee")
-            acc_more = tl.dot(weight, key_more, acc_more * shrink[:, None], input_precision="ieee")
+            weight = weight.to(q_parts[0].dtype)
+            new_accs = ()
+            for g in tl.static_range(PARTS):
+                acc = accs[g] * shrink[:, None]
+                new_accs += (tl.dot(weight, keys[g], acc, input_precision="ieee"),)
+            accs = new_accs
 
         norm, log_total = normalize(
             peak * to_log2 * LN2, total, sink, sample * sink_stride + head, head_valid
         )
         at = tl.cast(cuts + row, tl.int64) * heads + head
         out_at = out + at[:, None] * VALUE + dim[None, :]
-        tl.store(out_at, (acc * norm[:, None]).to(out.dtype.element_ty), mask=inside)
-        tl.store(out_at + 256, (acc_more * norm[:, None]).to(out.dtype.element_ty), mask=inside)
+        for g in tl.static_range(PARTS):
+            result = (accs[g] * norm[:, None]).to(out.dtype.element_ty)
+            tl.store(out_at + g * WIDTH, result, mask=inside)
         tl.store(lse + at, log_total, mask=head_valid)
 
 
@@ -362,39 +374,47 @@ def _places(
 
 @triton.jit
 def _load_key(
-    row, scale, valid, like, G: tl.constexpr, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr
-):
-    """Dimensions G * 256 to (G + 1) * 256 of keys [N, 256]; 0 where invalid."""
-    dim = G * 256 + tl.arange(0, 256)
-    at = row[:, None] + dim[None, :]
-    tokens: tl.constexpr = valid.shape[0]
+    row, scale, valid, like,
+    G: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Dimensions G * WIDTH to (G + 1) * WIDTH of keys [N, WIDTH]; 0 where invalid."""
     if FORMAT == "bf16":
+        at = row[:, None] + (G * WIDTH + tl.arange(0, WIDTH))[None, :]
         key = tl.load(at, mask=valid[:, None], other=0.0).to(like.dtype)
-    elif FORMAT == "v32":
-        codes = tl.load(at, mask=valid[:, None], other=0)
-        group = 2 * G + tl.arange(0, 2)
-        factor = tl.load(
-            scale.to(tl.pointer_type(tl.float32))[:, None] + group[None, :],
-            mask=valid[:, None],
-            other=0.0,
-        )
-        key = _e4m3(codes, NATIVE_E4M3).reshape(tokens, 2, 128) * factor[:, :, None]
-        key = key.to(like.dtype).reshape(tokens, 256)
     else:
-        group = 4 * G + tl.arange(0, 4)
-        if G == 0:
-            codes = tl.load(at, mask=valid[:, None], other=0)
-        else:
-            codes = tl.load(at, mask=valid[:, None] & (dim < 448)[None, :], other=0)
-        # Four scales at a time: fewer bytes cannot be copied asynchronously.
-        words = tl.load(scale.to(tl.pointer_type(tl.uint64)), mask=valid, other=0)
-        factor = _e8m0(((words[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.uint32))
-        scaled = _e4m3(codes, NATIVE_E4M3).reshape(tokens, 4, 64) * factor[:, :, None]
-        if G == 1:
-            rope = _load_rope(row, valid, like, FORMAT)
-            scaled = tl.where((group == 7)[None, :, None], rope.to(tl.float32)[:, None, :], scaled)
-        key = scaled.to(like.dtype).reshape(tokens, 256)
+        key = _dequantize(row, scale, valid, like, G, WIDTH, FORMAT, NATIVE_E4M3)
     return key
+
+
+@triton.jit
+def _dequantize(
+    row, scale, valid, like,
+    G: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Those dimensions of FP8 keys."""
+    dim = G * WIDTH + tl.arange(0, WIDTH)
+    HAS_ROPE: tl.constexpr = FORMAT == "model1" and (G + 1) * WIDTH > 448
+    # A scale is for so many dimensions, and so many scales are here.
+    SPAN: tl.constexpr = 128 if FORMAT == "v32" else 64
+    SCALES: tl.constexpr = WIDTH // SPAN
+    group = G * SCALES + tl.arange(0, SCALES)
+    quantized = valid[:, None]
+    if HAS_ROPE:
+        quantized = quantized & (dim < 448)[None, :]
+    codes = tl.load(row[:, None] + dim[None, :], mask=quantized, other=0)
+    if FORMAT == "v32":
+        scales = scale.to(tl.pointer_type(tl.float32))
+        factor = tl.load(scales[:, None] + group[None, :], mask=valid[:, None], other=0.0)
+    else:
+        # All eight at a time: few bytes cannot be copied asynchronously.
+        word = tl.load(scale.to(tl.pointer_type(tl.uint64)), mask=valid, other=0)
+        factor = _e8m0(((word[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.uint32))
+    tokens: tl.constexpr = valid.shape[0]
+    key = _e4m3(codes, NATIVE_E4M3).reshape(tokens, SCALES, SPAN) * factor[:, :, None]
+    if HAS_ROPE:
+        rope = _load_rope(row, valid, like, FORMAT).to(tl.float32)
+        key = tl.where((group == 7)[None, :, None], rope[:, None, :], key)
+    return key.to(like.dtype).reshape(tokens, WIDTH)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ class SparseMlaPlan:
         num_warps: Warps in a thread block.
         num_stages: Tiles of tokens in shared memory: one in use, the others on their way.
         blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
+        width: Dimensions of a tile that are dequantised at a time, before they are multiplied.
 
     Example:
         >>> SparseMlaPlan(num_splits=2).num_splits
@@ -35,6 +36,7 @@ class SparseMlaPlan:
     num_warps: int | None = None
     num_stages: int | None = None
     blocks_per_sm: int | None = None
+    width: int | None = None
 
     def __post_init__(self):
         checks.plan_fields(self)
@@ -42,6 +44,7 @@ class SparseMlaPlan:
         # A tile lies within a block of the schedule, and so within one of the two caches.
         checks.one_of("plan.block_n", self.block_n, (None, 16, 32, BLOCK))
         checks.one_of("plan.num_warps", self.num_warps, (None, 4, 8, 16))
+        checks.one_of("plan.width", self.width, (None, 128, 256, VALUE_DIM))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +63,20 @@ class TritonPlan:
     num_warps: int
     num_stages: int
     blocks_per_sm: int
+    width: int
 
 
-# (most heads, block_h, block_n, num_warps, num_stages, blocks_per_sm): the first entry that holds
-# all heads, else the last. On Hopper a tile of 64 heads is what its matrix instructions want; of
-# other architectures the widest tile whose output fits into registers.
+# (most heads, block_h, block_n, num_warps, num_stages, blocks_per_sm, width): the first entry that
+# holds all heads, else the last. On Hopper a tile of 64 heads is what its matrix instructions want;
+# of other architectures the widest tile whose output fits into registers.
 _TILES_OF_HOPPER = (
-    (16, 16, 64, 8, 2, 1),
-    (32, 32, 64, 8, 2, 1),
-    (64, 64, 64, 8, 2, 1),
+    (16, 16, 64, 4, 2, 1, 512),
+    (32, 32, 64, 8, 2, 1, 256),
+    (64, 64, 64, 8, 2, 1, 256),
 )
 _TILES = (
-    (16, 16, 32, 4, 2, 1),
-    (32, 32, 32, 8, 2, 1),
+    (16, 16, 32, 4, 2, 1, 256),
+    (32, 32, 32, 8, 2, 1, 256),
 )
 # Rows are left whole where there are more than so many for every thread block that fits: cutting
 # them would balance nothing, and the partial results of all of them would fill the memory.
@@ -92,7 +96,7 @@ def resolve_triton(operands, call) -> TritonPlan:
     batch, seqlen_q, heads, _ = operands["q"].shape
     tiles = _TILES_OF_HOPPER if call.target.compute_capability == 90 else _TILES
     limit = given.block_h or heads
-    _, block_h, block_n, num_warps, num_stages, blocks_per_sm = next(
+    _, block_h, block_n, num_warps, num_stages, blocks_per_sm, width = next(
         (tile for tile in tiles if limit <= tile[0]), tiles[-1]
     )
     block_h = given.block_h or block_h
@@ -128,6 +132,7 @@ def resolve_triton(operands, call) -> TritonPlan:
         num_warps=given.num_warps or num_warps,
         num_stages=num_stages,
         blocks_per_sm=blocks_per_sm,
+        width=given.width or width,
     )
 
 

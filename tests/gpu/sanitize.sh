@@ -1,10 +1,11 @@
 #!/bin/sh
 # A selection of the GPU tests below compute-sanitizer: accesses out of bounds, and races in shared
 # memory. Only the library's own kernels are checked, all selections at the same time.
-# usage: tests/gpu/sanitize.sh FOLDER_FOR_LOGS [PYTHON]
+# usage: [PYTHON=python3] tests/gpu/sanitize.sh FOLDER_FOR_LOGS [SELECTION...]
 set -u
 logs=$1
-python=${2:-python3}
+shift
+selections=${*:-beam-triton beam-hopper mla turboquant turboquant-store native}
 cd "$(dirname "$0")/../.."
 export JAX_BEAM_ATTN_TEST_GPU=1
 # A buffer of its own for each array, without others behind it.
@@ -12,12 +13,13 @@ export XLA_PYTHON_CLIENT_ALLOCATOR=platform
 
 check() {
   tool=$1 name=$2 tests=$3 select=$4
+  case " $selections " in *" $name "*) ;; *) return ;; esac
   compute-sanitizer --tool "$tool" --target-processes application-only --error-exitcode 1 \
     --report-api-errors no \
     --kernel-name kns=attend_kernel --kernel-name kns=merge_kernel \
     --kernel-name kns=store_kernel --kernel-name kns=dequantize_kernel \
     --kernel-name kns=Attend --kernel-name kns=AppendTokens --kernel-name kns=Cut \
-    "$python" -W ignore -m pytest -q -p no:cacheprovider "tests/gpu/$tests" -k "$select" \
+    "${PYTHON:-python3}" -W ignore -m pytest -q -p no:cacheprovider "tests/gpu/$tests" -k "$select" \
     >"$logs/$tool-$name.txt" 2>&1 && echo "$tool $name: clean" || echo "$tool $name: FAILED"
 }
 

@@ -187,8 +187,10 @@ def test_every_tile(cache, block_h, block_n, implementation):
     row |= {"cache": cache, "page_size": 61, "extra": 70, "extra_page_size": 37}
     call = make_call(row, 0) | {"implementation": implementation}
     want = reference(call)
-    for num_warps in (4, 8) if block_h < 64 else (8,):
-        plan = SparseMlaPlan(block_h=block_h, block_n=block_n, num_warps=num_warps, num_stages=1)
+    for num_warps, width in ((4, 512), (8, 128)) if block_h < 64 else ((8, 128), (8, 512)):
+        plan = SparseMlaPlan(
+            block_h=block_h, block_n=block_n, num_warps=num_warps, num_stages=1, width=width
+        )
         check(calls.run(call | {"plan": plan}), call, want)
 
 

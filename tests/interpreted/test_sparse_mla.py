@@ -33,6 +33,7 @@ PARAMETERS = {
     "scale": [None, 0.07, "traced", "negative"],
     "splits": [1, 2, "schedule", "schedule of other lengths", "schedule of one part"],
     "block_n": [16, 64],
+    "width": [128, 256, 512],
 }
 # With nothing listed no kernel is launched.
 ROWS = [row for row in covering_rows(PARAMETERS, at_least=48) if row["topk"] or row["extra"]]
@@ -109,7 +110,7 @@ def test_against_the_oracle(index, monkeypatch):
     splits = row["splits"] if isinstance(row["splits"], int) else None
     if splits is None:
         call["schedule"] = schedule_of(call, row["splits"])
-    plan = SparseMlaPlan(num_splits=splits, block_h=16, block_n=row["block_n"])
+    plan = SparseMlaPlan(num_splits=splits, block_h=16, block_n=row["block_n"], width=row["width"])
     check(run_kernels(call, row["gpu"], plan, monkeypatch), call)
 
 

@@ -135,6 +135,7 @@ def test_a_schedule_for_another_shape(name, size, jit):
         ({"block_h": 128}, ValueError, "plan.block_h: got 128, expected one of [None, 16, 32, 64]"),
         ({"block_n": 128}, ValueError, "plan.block_n: got 128, expected one of [None, 16, 32, 64]"),
         ({"num_warps": 3}, ValueError, "plan.num_warps: got 3, expected one of [None, 4, 8, 16]"),
+        ({"width": 64}, ValueError, "plan.width: got 64, expected one of [None, 128, 256, 512]"),
         ({"num_stages": 0}, ValueError, "plan.num_stages: got 0, expected >= 1"),
         ({"blocks_per_sm": "2"}, TypeError, "plan.blocks_per_sm: got str, expected an integer"),
     ],
