@@ -99,11 +99,11 @@ def test_a_plan_that_does_not_fit_is_refused():
     "case",
     [
         {"plan": BeamDecodePlan(num_splits=1)},
-        {"plan": BeamDecodePlan(num_splits=2), "width": 8},
+        {"plan": BeamDecodePlan(num_splits=2), "width": 8, "head_dim": 192},
         {"plan": BeamDecodePlan(num_splits=40), "head_dim": 96},
         {"page_size": 64, "head_dim": 256, "dtype": jnp.float16, "logits_soft_cap": 5.0},
     ],
-    ids=["one pass", "cluster", "split", "paged"],
+    ids=["one pass", "cluster of 192", "split of 96", "paged"],
 )
 def test_the_hopper_kernel_compiles(case):
     exported = _export("h200", implementation="cute", **case)

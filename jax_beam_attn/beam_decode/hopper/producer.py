@@ -141,7 +141,7 @@ class Producer(Tiles):
                 to += stage * stage_bytes
                 to += vector // 8 * (self.block_n * 128) + warp * (rows_of_warp * 128)
                 takes_part = None
-                if const_expr(2 * vectors * rows_of_pass % WARP > 0):
+                if const_expr(first + WARP > 2 * vectors * rows_of_pass):
                     # Lanes that are left over would copy what others do.
                     takes_part = first + lane < 2 * vectors * rows_of_pass
                 for half in cutlass.range_constexpr(self.halves):
