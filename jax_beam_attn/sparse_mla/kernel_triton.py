@@ -279,7 +279,8 @@ def attend_kernel(
                 here = _either(in_extra, extra, main)
             listed_slot = slot.to(tl.uint32)  # a negative one is past every cache
             valid = listed_slot < tl.cast(here[2], tl.uint32)
-            page = tl.umulhi(2 * listed_slot, tl.cast(here[4], tl.uint32)).to(tl.int32) >> here[5]
+            page = tl.umulhi(2 * listed_slot, tl.cast(here[4], tl.uint32))
+            page = (page >> tl.cast(here[5], tl.uint32)).to(tl.int32)
             offset = slot - page * here[3]
             row_at, scale_at = _places(
                 base, page, offset, here[3], here[6], FORMAT, HEAD_DIM, ALIGNED
