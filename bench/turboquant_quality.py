@@ -230,9 +230,10 @@ def draw(results: Sequence[Result], path: pathlib.Path) -> None:
             axes.annotate(
                 result.setting.cache,
                 (result.bytes_per_token, result.perplexity),
-                xytext=(6, 6),
+                xytext=(8, -4),
                 textcoords="offset points",
             )
+    axes.margins(0.1)
     axes.set_xlabel("KV bytes a token, all layers")
     axes.set_ylabel("perplexity")
     axes.set_title("SmolLM2-135M on English prose")

@@ -46,6 +46,6 @@ def register_native_handlers() -> None:
         >>> import jax_beam_attn
         >>> jax_beam_attn.register_native_handlers()
     """
-    for part in native.PARTS:
-        for name in native.HANDLERS:
+    for name, parts in native.HANDLERS.items():
+        for part in parts:
             native.register(name, part)

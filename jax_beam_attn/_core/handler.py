@@ -1,4 +1,4 @@
-"""Operators whose kernels are native handlers, for CPUs and GPUs alike."""
+"""Operators whose kernels are native handlers, for CPUs alone or for GPUs alike."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class Handler:
 
     def unavailable_on_gpu(self, capability: int) -> str | None:
         """The same for a GPU of a compute capability."""
+        if "cuda" not in native.HANDLERS[self.name]:
+            return "the native code is for CPUs"
         if capability < _SMALLEST_CAPABILITY:
             return f"native code needs sm_{_SMALLEST_CAPABILITY} or later"
         return self.unavailable("cuda")

@@ -18,10 +18,15 @@ Part = Literal["cpu", "cuda"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
-# Those that operators call, by the names of their symbols and FFI targets.
+# Those that operators call, by the names of their symbols and FFI targets, with their parts.
 APPEND_MLA = "jax_beam_attn_append_mla"
 MLA_SCHEDULE = "jax_beam_attn_mla_schedule"
-HANDLERS = (APPEND_MLA, MLA_SCHEDULE)
+TURBOQUANT_STORE = "jax_beam_attn_turboquant_store"
+HANDLERS: dict[str, tuple[Part, ...]] = {
+    APPEND_MLA: PARTS,
+    MLA_SCHEDULE: PARTS,
+    TURBOQUANT_STORE: ("cpu",),
+}
 
 # The contract with the libraries; csrc/abi.h holds the same number.
 ABI_VERSION = 1

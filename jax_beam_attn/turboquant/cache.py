@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_beam_attn._core import availability, cache_writer, checks, folding
+from jax_beam_attn._core import availability, cache_writer, checks, folding, native
+from jax_beam_attn._core.handler import Handler
 from jax_beam_attn._core.operator import Implementation, Operator, Output
 
 _F16_MAX = 65504.0
@@ -374,6 +375,23 @@ def _store_reference(operands, format: TurboQuantFormat):
     return (cache_writer.write(cache, block, byte.reshape(flat), metadata.reshape(flat)),)
 
 
+def _store_native(operands, format: TurboQuantFormat):
+    cache = operands["cache"]
+    none = {"rotation": jnp.zeros((0, 0, 0)), "centroids": jnp.zeros((0, 0))}
+    names = ("cache", "key", "value", "slots", "rotation", "centroids")
+    out = jax.ffi.ffi_call(
+        native.TURBOQUANT_STORE,
+        jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        input_output_aliases={0: 0},
+    )(
+        *((none | operands)[name] for name in names),
+        key_bits=np.int64(format.key_bits),
+        value_bits=np.int64(format.value_bits),
+        norm_correction=format.norm_correction,
+    )
+    return (out,)
+
+
 def _store_fold(size, operands, mapped, format):
     folded = cache_writer.fold(
         size,
@@ -399,6 +417,7 @@ store = Operator(
     empty=lambda operands, format: False,
     cost=lambda operands, format: {"flops": 0, "bytes_accessed": 0},
     instead="plain jax.numpy indexing",
+    handler=Handler(native.TURBOQUANT_STORE, _store_native),
 )
 
 
@@ -414,6 +433,6 @@ def _run_triton(operands, call):
     return store_triton.run(operands, call)
 
 
-store.implementations = [
-    Implementation("triton", availability.triton_unavailable, _unsupported_by_triton, _run_triton),
-]
+store.implementations.append(
+    Implementation("triton", availability.triton_unavailable, _unsupported_by_triton, _run_triton)
+)

@@ -1,6 +1,7 @@
 """Storing: the bytes of the interface in the slots named, and every other byte as it was."""
 
 import functools
+import os
 import struct
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_beam_attn import TurboQuantFormat, turboquant_dequantize, turboquant_store
+from jax_beam_attn.turboquant.cache import store
 from tests.sparse_mla.hlo import copies_of_size
 from tests.tolerances import F16_ROUNDING, FEW_OPERATIONS, TURBOQUANT_MIDPOINT
 from tests.turboquant import oracle
@@ -18,6 +20,17 @@ from tests.turboquant.calls import FREE, POISON, PRESETS, codebook, random_cache
 
 BLOCKS = 4
 INT32 = np.iinfo(np.int32)
+
+
+@pytest.fixture(autouse=True, params=["native", "reference"])
+def implementation(request, monkeypatch):
+    """What a CPU runs; the public function takes native code where it is there."""
+    jitted.cache_clear()
+    if request.param == "reference":
+        monkeypatch.setattr(store, "handler", None)
+    elif reason := store.handler.unavailable("cpu"):
+        missing = pytest.fail if os.environ.get("JAX_BEAM_ATTN_REQUIRE_NATIVE") else pytest.skip
+        missing(reason)
 
 
 def small(key_bits=4, value_bits=4, nc=True, head_dim=16, heads=2, block_size=3):
@@ -166,8 +179,8 @@ def test_values_between_two_codes(bits, jit):
     format = small(8, bits, head_dim=64, heads=8, block_size=16)
     key, value = ties(format, 160)
     book = {"rotation": None, "centroids": None}
-    store = jitted(format) if jit else functools.partial(turboquant_store, format=format)
-    got = store(poisoned(format, 10), key, value, np.arange(160), **book)
+    function = jitted(format) if jit else functools.partial(turboquant_store, format=format)
+    got = function(poisoned(format, 10), key, value, np.arange(160), **book)
     want = codes_in_float32(value, bits)
     np.testing.assert_array_equal(stored_value_codes(got, format), want)
 
@@ -232,8 +245,8 @@ def test_a_direction_survives_a_huge_norm():
     format = small(4, head_dim=64, heads=1)
     key, value = tokens(1, format)
     book = codebook(format)
-    store = functools.partial(jitted(format), poisoned(format), slot_mapping=np.array([0]), **book)
-    usual, huge = (np.asarray(store(key=k, value=value)) for k in (key, key * np.float32(2.0**90)))
+    run = functools.partial(jitted(format), poisoned(format), slot_mapping=np.array([0]), **book)
+    usual, huge = (np.asarray(run(key=k, value=value)) for k in (key, key * np.float32(2.0**90)))
     data, _ = oracle.places(format, 0, 0)
     np.testing.assert_array_equal(
         usual[0].ravel()[data : data + 32], huge[0].ravel()[data : data + 32]
