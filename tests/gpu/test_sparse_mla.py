@@ -1,7 +1,8 @@
 """`sparse_mla_decode`'s kernels against the float32 reference, over a pairwise covering set.
 
-Keys are an eighth in size at most: where large parts of two keys cancel, what is left of their
-rounding to bf16 is within the tolerances' absolute part.
+Keys are a sixteenth in size at most: where large parts of two keys cancel, what is left of their
+rounding to bf16, and of their weights', is within the tolerances' absolute part. (At twice the size
+it is not in 2 of 320 rows, whatever the kernel.)
 """
 
 import functools
@@ -36,7 +37,7 @@ from tests.tolerances import (
 
 IMPLEMENTATIONS = ("triton",)
 EXTREME = np.array([-np.inf, np.inf, -3e38, 3e38, 0.0], np.float32)
-KEY_SIZE = 1 / 16
+KEY_SIZE = 1 / 32
 # Tokens that the reference attends to at a time: it holds all their keys in float32.
 REFERENCE_TOKENS = 250_000
 
@@ -73,7 +74,7 @@ def make_call(row, seed):
     )
     call = calls.make_call(shape, seed)
     if row["queries"] == "large":  # few keys take all the weight
-        call["q"] = call["q"] * np.array(8, BF16)
+        call["q"] = call["q"] * np.array(16, BF16)
     for prefix, topk in (("", row["topk"]), ("extra_", row["extra"])):
         if topk is None:
             continue
@@ -318,8 +319,9 @@ def test_vmap(mapped, implementation):
 )
 def test_a_cache_past_2_to_the_31_bytes(format, num_blocks, page_size, implementation):
     """Tokens at the end of the cache, beyond 32-bit offsets."""
-    small = calls.make_call(Shape(format=format, topk=50, num_blocks=1, page_size=64))
-    small["q"] = small["q"] * np.array(1 / 16, BF16)
+    small = calls.make_call(
+        Shape(format=format, topk=50, num_blocks=1, page_size=64, key_size=KEY_SIZE)
+    )
     cache = small["kv_cache"]
     dtype = jnp.bfloat16 if format == "bf16" else jnp.uint8
     if num_blocks == 1:  # the last 64 tokens of the block

@@ -219,7 +219,8 @@ class Consumer(Tiles):
                     convert(scores, weights)
                     self._start(pv, acc, weights, v_fragment[None, None, None, stage], True)
                     warpgroup.wait_group(0)
-            cute.arch.sync_warp()  # all lanes have read `present`
+            # All have read `present` before the producer may write it again.
+            cute.arch.barrier(barrier_id=4 + group_index, number_of_threads=WARPGROUP)
             self._release(empty_k + stage, lane)
             self._release(empty_v + stage, lane)
             stage = (stage + 1) % self.stages
