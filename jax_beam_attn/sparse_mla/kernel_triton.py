@@ -15,7 +15,8 @@ weights before PV.
 
 # The device code is Triton's language, which type checkers take for Python.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
