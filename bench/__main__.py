@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from bench import beam, mla, mla_writers, results, timing, turboquant
-from bench.stamp import make_stamp
+from bench.stamp import add_commit_option, make_stamp
 from bench.suite import measure
 from bench.table import format_floors, format_table
 
@@ -82,11 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--floors", action="store_true", help="print the floors of the suite's rows, no more"
     )
-    parser.add_argument(
-        "--commit",
-        default=os.environ.get("BENCH_COMMIT"),
-        help="for machines without git (default: $BENCH_COMMIT, then git)",
-    )
+    add_commit_option(parser)
     return parser
 
 

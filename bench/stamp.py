@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import os
 import pathlib
 import platform
 import subprocess
@@ -45,6 +47,15 @@ def make_stamp(commit: str | None) -> Stamp:
         commit=commit or _git_commit() or "unknown",
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=versions,
+    )
+
+
+def add_commit_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--commit`, which is for `make_stamp`."""
+    parser.add_argument(
+        "--commit",
+        default=os.environ.get("BENCH_COMMIT"),
+        help="for machines without git (default: $BENCH_COMMIT, then git)",
     )
 
 

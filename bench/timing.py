@@ -32,7 +32,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -146,18 +146,24 @@ def time_call(
     chain.execute(times=max(1, math.ceil(settings.warm_up_us / wall_us)))
     times = max(2, math.ceil(settings.sample_us / wall_us))
     samples = [chain.execute(times) for _ in range(settings.samples)]
-    per_call = np.array([wall for wall, _ in samples]) / calls
-    timing = Timing(
+    enqueue_share = float(np.median([enqueue / wall for wall, enqueue in samples]))
+    timing = timing_of([wall for wall, _ in samples], l2, calls, enqueue_share)
+    return timing, chain.outputs
+
+
+def timing_of(walls_us: Sequence[float], l2: L2State, calls: int, enqueue_share: float) -> Timing:
+    """The timing of one call, from samples of a chain's time in microseconds."""
+    per_call = np.array(walls_us) / calls
+    return Timing(
         us=float(np.median(per_call)),
         us_p10=float(np.percentile(per_call, 10)),
         us_p90=float(np.percentile(per_call, 90)),
         us_min=float(np.min(per_call)),
         l2=l2,
         calls=calls,
-        samples=settings.samples,
-        enqueue_share=float(np.median([enqueue / wall for wall, enqueue in samples])),
+        samples=len(walls_us),
+        enqueue_share=enqueue_share,
     )
-    return timing, chain.outputs
 
 
 def input_sets(inputs: Inputs, l2: L2State, nbytes: int) -> list[Inputs]:

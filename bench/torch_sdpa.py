@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from bench.timing import Inputs, L2State, Settings, Timing, input_sets
+from bench.timing import Inputs, L2State, Settings, Timing, input_sets, timing_of
 
 _CALLS = 8
 _SHARED = ("query", "k_dense", "v_dense")
@@ -98,15 +97,7 @@ def time_call(
     wall_us = replay(5)
     replay(max(1, math.ceil(settings.warm_up_us / wall_us)))
     times = max(2, math.ceil(settings.sample_us / wall_us))
-    per_call = np.array([replay(times) for _ in range(settings.samples)]) / calls
-    timing = Timing(
-        us=float(np.median(per_call)),
-        us_p10=float(np.percentile(per_call, 10)),
-        us_p90=float(np.percentile(per_call, 90)),
-        us_min=float(np.min(per_call)),
-        l2=l2,
-        calls=calls,
-        samples=settings.samples,
-        enqueue_share=0.0,  # a replay is enqueued as a whole, and events do not see the host
-    )
+    walls = [replay(times) for _ in range(settings.samples)]
+    # A replay is enqueued as a whole, and events do not see the host.
+    timing = timing_of(walls, l2, calls, enqueue_share=0.0)
     return timing, [jax.numpy.from_dlpack(output.contiguous()) for output in outputs]

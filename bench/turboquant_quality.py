@@ -14,7 +14,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ import numpy as np
 from gguf import GGUFReader
 
 from bench.prose import read_prose
-from bench.stamp import make_stamp
+from bench.stamp import add_commit_option, make_stamp
 from jax_beam_attn import (
     TurboQuantFormat,
     hadamard_rotation,
@@ -289,11 +288,7 @@ def _parser() -> argparse.ArgumentParser:
         type=pathlib.Path,
         help="folder for turboquant_quality.json and .svg (default: not written)",
     )
-    parser.add_argument(
-        "--commit",
-        default=os.environ.get("BENCH_COMMIT"),
-        help="for machines without git (default: $BENCH_COMMIT, then git)",
-    )
+    add_commit_option(parser)
     return parser
 
 
