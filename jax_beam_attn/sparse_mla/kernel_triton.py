@@ -387,7 +387,8 @@ def _multiply_codes(q_parts, row, scale, valid, NATIVE_E4M3: tl.constexpr):
 def _unit_of(scales):
     """The power of two below the largest of each token's scales: its logarithm and inverse.
 
-    Within limits, so that what is far smaller than any key's rounding stays apart from 0.
+    Not below 2**-60, so that a token without any scale counts in the total of weights like others,
+    nor above 2**110, where fp16 can still hold the quotient and float32 the inverse.
     """
     largest = scales[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
     for g in tl.static_range(1, len(scales)):
