@@ -262,7 +262,11 @@ def attend_kernel(
     rotation_of = rotation
     if rotation is not None:
         rotation_of = rotation + (request // rotation_requests).to(tl.int64) * HEAD_DIM * HEAD_DIM
+    # Packed keys stay in the registers that they are unpacked into; see `unpack_triton`.
+    IN_PLACE: tl.constexpr = PACKED and KEY_BITS < 8 and SWAPPED and not DENSE
     column = tl.arange(0, BLOCK_D)
+    if IN_PLACE:
+        column = unpack_triton.dimension_of_key(column, BLOCK_D)
     if q_largest is not None:
         inside = row_valid[:, None] & (column < HEAD_DIM)[None, :]
         q_tile = tl.load(q_rows[:, None] + column[None, :], mask=inside, other=0.0)
@@ -325,6 +329,9 @@ def attend_kernel(
                 cache, data, codebook, unit, byte_tables,
                 HEAD_DIM, KEY_BITS, BLOCK_D, PACKED, EXACT,
             )  # fmt: skip
+        present = valid
+        if IN_PLACE:
+            k, present = unpack_triton.as_operand(k), unpack_triton.by_row(valid)
         if SWAPPED:
             score = tl.dot(k, tl.trans(q_tile), input_precision="ieee")
         else:
@@ -332,10 +339,12 @@ def attend_kernel(
         at = metadata, table, position, max_blocks, num_blocks, block_bytes
         FIRST: tl.constexpr = 0 if KEY_BITS == 8 else 1
         # Codes are finite whatever lies behind a length; norms need not be.
-        masked = tl.expand_dims(tl.where(valid, 0.0, float("-inf")), 1 - TOKENS)
+        masked = tl.expand_dims(tl.where(present, 0.0, float("-inf")), 1 - TOKENS)
         if KEY_BITS < 8:
             k_norm = tiles_triton.metadata(at, 0, BLOCK_SIZE, BLOCK_N, METADATA_ALIGN)
-            score *= tl.expand_dims(tl.where(valid, k_norm, 0.0), 1 - TOKENS)
+            if IN_PLACE:
+                k_norm = unpack_triton.by_row(k_norm)
+            score *= tl.expand_dims(tl.where(present, k_norm, 0.0), 1 - TOKENS)
         if sign is not None:
             score *= sign
         score = soft_cap(score, tl.expand_dims(to_cap, TOKENS), SOFT_CAP)
@@ -344,7 +353,10 @@ def attend_kernel(
             # Only tiles at the ends of what a row sees need a mask of each element.
             at_an_end = (position + BLOCK_N > first_limit) | (position < last_limit - reach)
             if at_an_end:
-                where = tl.expand_dims(position + offset, 1 - TOKENS)
+                where = position + offset
+                if IN_PLACE:
+                    where = unpack_triton.by_row(where)
+                where = tl.expand_dims(where, 1 - TOKENS)
                 seen = where < tl.expand_dims(limit, TOKENS)
                 if WINDOW:
                     seen = seen & (where >= tl.expand_dims(limit - window, TOKENS))
@@ -366,6 +378,9 @@ def attend_kernel(
             v = tiles_triton.values(
                 cache, data + KEY_BYTES, HEAD_DIM, VALUE_BITS, BLOCK_D, PACKED, EXACT
             )
+            if IN_PLACE:
+                v, v_scale = unpack_triton.by_row(v), unpack_triton.by_row(v_scale)
+                v_middle = unpack_triton.by_row(v_middle)
             of_middle = weight * tl.expand_dims(v_middle, 1 - TOKENS)
             if SWAPPED:
                 middle = middle * shrink_all + of_middle
@@ -395,6 +410,7 @@ def attend_kernel(
     )
     result = acc + tl.expand_dims(middle, TOKENS)
     result *= tl.expand_dims(norm * VALUE_UNIT if DENSE else norm, TOKENS)
+    column = tl.arange(0, BLOCK_D)
     if PACKED and VALUE_BITS == 4 and not DENSE:
         column = unpack_triton.dimension_of_value(column)
     inside = tl.expand_dims(row_valid, TOKENS) & tl.expand_dims(column < HEAD_DIM, 1 - TOKENS)

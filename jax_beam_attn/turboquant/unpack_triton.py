@@ -228,6 +228,41 @@ def values_of_4_bits(words):
     return _eight_of(values)
 
 
+# Unpacked keys are the first operand of mma, in registers: each lane of four holds two elements
+# here and two there of every 16 of its row. Columns and rows of a product may have any order, so
+# they get the one in which keys lie in the registers already: a lane of four has a quarter of a
+# row, and a warp of four eight rows at a time, where mma wants it to have 16. In another order all
+# keys would go through shared memory once more.
+
+
+@triton.jit
+def as_operand(keys):
+    """Keys [N, D] in the order of `dimension_of_key` and, where N is a multiple of 64, `by_row`."""
+    parts = tl.reshape(keys, [keys.shape[0], 4, keys.shape[1] // 16, 2, 2])
+    return by_row(tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), keys.shape))
+
+
+@triton.jit
+def dimension_of_key(column, D: tl.constexpr):
+    """The dimension that a column of `as_operand` is."""
+    step, half, lane, pair = column >> 4, (column >> 3) & 1, (column >> 1) & 3, column & 1
+    return lane * (D // 4) + step * 4 + half * 2 + pair
+
+
+@triton.jit
+def by_row(x):
+    """What a tile has for each token, [N] or [N, D], in the order of the rows of `as_operand`."""
+    TOKENS: tl.constexpr = x.shape[0]
+    if TOKENS % 64 == 0:
+        if len(x.shape) == 1:
+            rows = tl.permute(tl.reshape(x, [TOKENS // 64, 2, 4, 8]), (0, 2, 1, 3))
+        else:
+            rows = tl.reshape(x, [TOKENS // 64, 2, 4, 8, x.shape[1]])
+            rows = tl.permute(rows, (0, 2, 1, 3, 4))
+        x = tl.reshape(rows, x.shape)
+    return x
+
+
 @triton.jit
 def dimension_of_value(column):
     """The dimension that a column of `values_of_4_bits` is."""

@@ -1,6 +1,7 @@
 """The kernels compile for every architecture served, and few of them serve many shapes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -148,3 +149,13 @@ def test_the_cache_writer_compiles_and_writes_in_place(
     assert "output_operand_alias" in exported.mlir_module()
     if PTXAS is not None:
         assert "registers" in assemble(kernel, ARCHS[gpu], tmp_path)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_packed_keys_stay_in_their_registers(bits):
+    """Of a tile only values go through shared memory on their way into the products."""
+    exported = _export("h200", key_bits=bits, value_bits=bits)
+    ptx = next(ptx for ptx in ptx_of(exported) if "wgmma" in ptx)
+    matrices = re.findall(r"ldmatrix\.sync\.aligned\.m8n8\.x4\.(?:trans\.)?shared", ptx)
+    values = [matrix for matrix in matrices if ".trans." in matrix]
+    assert len(values) == 16 and len(matrices) - len(values) <= 2
