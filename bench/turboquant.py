@@ -33,7 +33,8 @@ _DISTINCT_TOKENS = 65536
 def make_inputs(shape: TurboQuantShape) -> Inputs:
     """Normal keys and values, stored in blocks in random order; all requests have full length.
 
-    With the cache come its keys and values in bf16, dense and rotated back, for the peers.
+    With the cache come its keys and values in bf16, dense and rotated back, for the peers: without
+    the rest of a last block, for not every peer takes lengths.
     """
     format = TurboQuantFormat.preset(
         shape.preset,
@@ -69,8 +70,8 @@ def make_inputs(shape: TurboQuantShape) -> Inputs:
         "block_table": jnp.asarray(table),
         "seq_lens": jnp.full(shape.batch, shape.context, jnp.int32),
         **book,
-        "k_dense": k.astype(jnp.bfloat16)[source[table]].reshape(dense),
-        "v_dense": v.astype(jnp.bfloat16)[source[table]].reshape(dense),
+        "k_dense": k.astype(jnp.bfloat16)[source[table]].reshape(dense)[:, : shape.context],
+        "v_dense": v.astype(jnp.bfloat16)[source[table]].reshape(dense)[:, : shape.context],
     }
 
 
@@ -149,7 +150,9 @@ def cudnn_dequantized(inputs: Inputs) -> jax.Array:
         format=format_of(inputs),
         centroids=inputs.get("centroids"),
     )
-    k, v = (x.astype(jnp.bfloat16).reshape(inputs["k_dense"].shape) for x in (k, v))
+    batch, context, kv_heads, head_dim = inputs["k_dense"].shape
+    dense = (batch, -1, kv_heads, head_dim)
+    k, v = (x.astype(jnp.bfloat16).reshape(dense)[:, :context] for x in (k, v))
     if "rotation" in inputs:
         k = jnp.einsum("bthi,ij->bthj", k, inputs["rotation"].astype(jnp.bfloat16))
     return _cudnn(inputs, k, v)

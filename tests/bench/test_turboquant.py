@@ -37,6 +37,8 @@ def test_presets_have_the_published_bytes(shape):
 @pytest.mark.parametrize("shape", shapes.TURBOQUANT_QUICK, ids=IDS)
 def test_the_dense_cache_is_the_same(shape, monkeypatch):
     inputs = turboquant.make_inputs(shape)
+    assert inputs["k_dense"].shape == inputs["v_dense"].shape
+    assert inputs["k_dense"].shape[:2] == (shape.batch, shape.context)  # some peers take no lengths
     expected = turboquant.reference(inputs)
     assert expected.dtype == jnp.float32
     assert relative_error(turboquant.xla_dense(inputs), expected) < 1e-2
