@@ -247,14 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = read_config(reader)
     text = read_prose()
     tokens = np.array(load_tokenizer(reader).encode(text).ids[: options.tokens], np.int32)
-    windows = len(tokens) // options.window
-    if windows == 0 or options.window > config.context_length:
+    if not 2 <= options.window <= min(config.context_length, len(tokens)):
         print(
-            f"--window: got {options.window}, expected at most {config.context_length} and "
+            f"--window: got {options.window}, expected from 2 to {config.context_length} and to "
             f"{len(tokens)}, the number of tokens",
             file=sys.stderr,
         )
         return 1
+    windows = len(tokens) // options.window
     tokens = tokens[: windows * options.window].reshape(windows, options.window)
     params = load_params(reader, config, jnp.bfloat16)
     results = []

@@ -158,6 +158,9 @@ F16_ROUNDING = 2.0**-11 + 1e-6
 # How near to the border of two codes float32 may take the other one: relative to the largest
 # centroid, which a rotated coordinate's rounding is a few float32 steps of, or in steps of a value.
 TURBOQUANT_MIDPOINT = 1e-5
+# How many codes of normal keys that may be; and a norm, corrected for one such code of 128.
+TURBOQUANT_CODES = 1e-4
+TURBOQUANT_NORM = 2.0**-9
 
 # TurboQuant kernels against the float32 reference on the same cache: relative Frobenius error.
 # An output in bf16 is off by 1.6e-3 (root mean square of rounding to 2**-8). In float32, means of

@@ -10,7 +10,6 @@
 // The bytes are those of jax_beam_attn/turboquant/cache.py, where the arithmetic is explained.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -219,23 +218,18 @@ ffi::Error Store(Cache cache, AnyBuffer key, AnyBuffer value, Slots slots, Rotat
   }
 }
 
-
-constexpr auto kBinding = [] {
-  return ffi::Ffi::Bind()
-      .Arg<Cache>()
-      .Arg<AnyBuffer>()
-      .Arg<AnyBuffer>()
-      .Arg<Slots>()
-      .Arg<Rotation>()
-      .Arg<Centroids>()
-      .Attr<int64_t>("key_bits")
-      .Attr<int64_t>("value_bits")
-      .Attr<bool>("norm_correction")
-      .Ret<Cache>();
-};
-
 }  // namespace
 }  // namespace jax_beam_attn
 
 JAX_BEAM_ATTN_HANDLER(jax_beam_attn_turboquant_store, jax_beam_attn::Store,
-                      jax_beam_attn::kBinding());
+                      xla::ffi::Ffi::Bind()
+                          .Arg<jax_beam_attn::Cache>()
+                          .Arg<xla::ffi::AnyBuffer>()
+                          .Arg<xla::ffi::AnyBuffer>()
+                          .Arg<jax_beam_attn::Slots>()
+                          .Arg<jax_beam_attn::Rotation>()
+                          .Arg<jax_beam_attn::Centroids>()
+                          .Attr<int64_t>("key_bits")
+                          .Attr<int64_t>("value_bits")
+                          .Attr<bool>("norm_correction")
+                          .Ret<jax_beam_attn::Cache>());

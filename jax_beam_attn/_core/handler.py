@@ -1,4 +1,4 @@
-"""Operators whose kernels are native handlers, for CPUs alone or for GPUs alike."""
+"""Operators whose kernels are native handlers, for CPUs alone or for GPUs too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Handler:
     """A handler of csrc that serves every call of an operator.
 
     Attributes:
-        name: Of its symbol and FFI target, the same in both parts.
+        name: Of its symbol and FFI target, the same in all parts that have it (`native.HANDLERS`).
         run: `(operands, static)` to the tuple of outputs, by `jax.ffi.ffi_call`.
     """
 

@@ -86,7 +86,7 @@ class Operator:
             no kernel is launched.
         cost: `(operand avals, static)` to a dict of `flops` and `bytes_accessed`.
         instead: What to use where gradients are needed, for the error message.
-        handler: Native code that serves every call, on CPUs and GPUs.
+        handler: Native code that serves every call, on CPUs and, where it has that part, GPUs.
     """
 
     def __init__(

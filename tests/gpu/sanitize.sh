@@ -3,7 +3,8 @@
 # memory. Only the library's own kernels are checked, all selections at the same time.
 # usage: [PYTHON=python3] tests/gpu/sanitize.sh FOLDER_FOR_LOGS [SELECTION...]
 set -u
-logs=$1
+mkdir -p "$1"
+logs=$(cd "$1" && pwd)
 shift
 selections=${*:-beam-triton beam-hopper mla turboquant turboquant-store native}
 cd "$(dirname "$0")/../.."

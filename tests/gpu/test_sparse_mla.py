@@ -1,8 +1,8 @@
 """`sparse_mla_decode`'s kernels against the float32 reference, over a pairwise covering set.
 
 Keys are a sixteenth in size at most: where large parts of two keys cancel, what is left of their
-rounding to bf16, and of their weights', is within the tolerances' absolute part. (At twice the size
-it is not in 2 of 320 rows, whatever the kernel.)
+rounding to bf16, and of their weights', is within the tolerances' absolute part. At twice the size
+it was not in two rows, by a model of that rounding alone.
 """
 
 import functools

@@ -1,20 +1,11 @@
-"""Whether native code must be there: `make test` builds it first and says so."""
-
-import os
+"""What tests of native code ask for."""
 
 import pytest
 
-from jax_beam_attn._core import native
+from tests import native_code
 
 
 @pytest.fixture
 def built():
     """Skips, or in CI fails, where a part's library cannot be used."""
-
-    def check(part: native.Part) -> None:
-        state = native.status()[part]
-        if not state.available:
-            missing = pytest.fail if os.environ.get("JAX_BEAM_ATTN_REQUIRE_NATIVE") else pytest.skip
-            missing(f"{part}: {state.reason}")
-
-    return check
+    return native_code.require
