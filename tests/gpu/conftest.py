@@ -1,4 +1,4 @@
-"""Without a GPU there is nothing to run here; with one, native code is built from its sources."""
+"""Without a GPU there is nothing to run here; with one, native code is built unless it is there."""
 
 import pathlib
 import shutil
@@ -22,7 +22,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """The folder of freshly built libraries."""
+    """The folder of the CUDA part: the installation's, or else one built from the sources."""
+    if native.status()["cuda"].available:
+        return native._FOLDER
     if not (shutil.which("nvcc") and shutil.which("cmake")):
         pytest.skip("no nvcc or no cmake")
     build, prefix = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("prefix")
@@ -36,11 +38,17 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def registered(built):
-    """The library uses what was built, from here to the end of the session."""
+    """The package uses what was built, from here to the end of the session.
+
+    Tests before these may have run operators, and XLA registers no handler a second time from
+    another library. So what is installed stays; where nothing is, nothing was registered.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_FOLDER", built)
-        patch.setattr(native, "_libraries", {})
-        patch.setattr(native, "_handlers", {})
+        if built != native._FOLDER:
+            patch.setattr(native, "_FOLDER", built)
+            patch.delitem(native._libraries, "cuda")
+            for missing in [key for key in native._handlers if key[1] == "cuda"]:
+                patch.delitem(native._handlers, missing)
         of_gpu = [name for name, parts in native.HANDLERS.items() if "cuda" in parts]
         for name in ("jax_beam_attn_probe", *of_gpu):
             assert native.register(name, "cuda") == native.Availability(True)

@@ -1,4 +1,4 @@
-"""The CUDA part, built from the sources beside these tests and run on the GPU."""
+"""The CUDA part (the installed one, or built from the sources beside these tests) on the GPU."""
 
 import os
 import pathlib
