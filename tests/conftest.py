@@ -13,6 +13,10 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # on a machine that has a GPU.
 if os.environ.get("JAX_BEAM_ATTN_TEST_GPU", "0") in ("", "0"):
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # The references are compiled more often than they run: LLVM takes longer than what it saves.
+    os.environ["XLA_FLAGS"] += (
+        " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
 else:
     # XLA measures several kernels for each matrix product of the references: time for nothing.
     os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
