@@ -6,17 +6,11 @@ caches form one sequence, main cache first, so that one loop serves both. Each t
 gathered and dequantised once, `WIDTH` dimensions at a time: more of them mean fewer barriers and
 more registers. It is the key of QK and, its first 512 dimensions, the value of PV. Parts are merged
 by a second kernel.
-
-Where a block has few heads, dequantising is most of its work. With the `WIDTH` of a v32 scale, 128,
-scales are then left out of the keys ("factored"): codes become fp16, which is exact and one
-instruction for two of them. Each partial sum of QK is multiplied by its scale, and so are the
-weights before PV.
 """
 
 # The device code is Triton's language, which type checkers take for Python.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -232,7 +226,6 @@ def attend_kernel(
         end_row = first_row + 1
 
     PARTS: tl.constexpr = VALUE // WIDTH
-    FACTORED: tl.constexpr = FORMAT == "v32" and WIDTH == 128 and BLOCK_H < 64
     dim = tl.arange(0, WIDTH)
     rope_dim = tl.arange(0, ROPE)
     head_valid = head < heads
@@ -260,8 +253,6 @@ def attend_kernel(
             q_parts += (tl.load(of_part, mask=inside, other=0.0),)
         if HEAD_DIM > VALUE:
             q_rope = tl.load(q_rows + (VALUE + rope_dim)[None, :], mask=inside, other=0.0)
-        if FACTORED:
-            q_parts, q_unit = _in_units(q_parts)
 
         peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
@@ -298,49 +289,26 @@ def attend_kernel(
             if HEAD_DIM > VALUE:
                 rope = _load_rope(row_at, valid, q_rope, FORMAT)
                 score = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
-            if FACTORED:
-                products, keys, scales = _multiply_codes(
-                    q_parts, row_at, scale_at, valid, NATIVE_E4M3
-                )
-                score += products * q_unit[:, None]
-            else:
-                keys = ()
-                for g in tl.static_range(PARTS):
-                    key = _load_key(
-                        row_at, scale_at, valid, q_parts[0], g, WIDTH, FORMAT, NATIVE_E4M3
-                    )
-                    score = tl.dot(q_parts[g], tl.trans(key), score, input_precision="ieee")
-                    keys += (key,)
+            keys = ()
+            for g in tl.static_range(PARTS):
+                key = _load_key(row_at, scale_at, valid, q_parts[0], g, WIDTH, FORMAT, NATIVE_E4M3)
+                score = tl.dot(q_parts[g], tl.trans(key), score, input_precision="ieee")
+                keys += (key,)
             if sign is not None:
                 score *= sign
-            if FACTORED:
-                # A weight counts as many times as its token's scales are large, so that products
-                # with scales are at most 2; each token's share of the total makes up for it.
-                log2_unit, one_over_unit = _unit_of(scales)
-                score = score * to_log2 + log2_unit[None, :]
             score = tl.where(valid[None, :], score, float("-inf"))
-            peak, base, shrink = advance(peak, tl.max(score, axis=1), 1.0 if FACTORED else to_log2)
-            total *= shrink
-            if FACTORED:
-                weight = tl.exp2(score - base[:, None])
-                total += tl.sum(weight * one_over_unit[None, :], axis=1)
-            else:
-                weight = tl.exp2(score * to_log2 - base[:, None])
-                total += tl.sum(weight, axis=1)
+            peak, base, shrink = advance(peak, tl.max(score, axis=1), to_log2)
+            weight = tl.exp2(score * to_log2 - base[:, None])
+            total = total * shrink + tl.sum(weight, axis=1)
+            weight = weight.to(q_parts[0].dtype)
             new_accs = ()
             for g in tl.static_range(PARTS):
-                scaled = weight
-                if FACTORED:
-                    scaled = weight * (scales[g] * one_over_unit)[None, :]
-                scaled = scaled.to(q_parts[0].dtype)
                 acc = accs[g] * shrink[:, None]
-                new_accs += (tl.dot(scaled, keys[g], acc, input_precision="ieee"),)
+                new_accs += (tl.dot(weight, keys[g], acc, input_precision="ieee"),)
             accs = new_accs
 
-        if not FACTORED:
-            peak *= to_log2
         norm, log_total = normalize(
-            peak * LN2, total, sink, sample * sink_stride + head, head_valid
+            peak * to_log2 * LN2, total, sink, sample * sink_stride + head, head_valid
         )
         at = tl.cast(cuts + row, tl.int64) * heads + head
         out_at = out + at[:, None] * VALUE + dim[None, :]
@@ -348,59 +316,6 @@ def attend_kernel(
             result = (accs[g] * norm[:, None]).to(out.dtype.element_ty)
             tl.store(out_at + g * WIDTH, result, mask=inside)
         tl.store(lse + at, log_total, mask=head_valid)
-
-
-@triton.jit
-def _in_units(q_parts):
-    """Queries in units that fp16 can hold: powers of two near each one's largest element."""
-    largest = tl.max(tl.abs(q_parts[0]).to(tl.float32), axis=1)
-    for g in tl.static_range(1, len(q_parts)):
-        largest = tl.maximum(largest, tl.max(tl.abs(q_parts[g]).to(tl.float32), axis=1))
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    one_over_unit = _power_of_two(254 - exponent)
-    scaled = ()
-    for g in tl.static_range(len(q_parts)):
-        part = q_parts[g].to(tl.float32) * one_over_unit[:, None]
-        scaled += (part.to(tl.float16 if q_parts[g].dtype == tl.bfloat16 else q_parts[g].dtype),)
-    return scaled, _power_of_two(exponent)
-
-
-@triton.jit
-def _multiply_codes(q_parts, row, scale, valid, NATIVE_E4M3: tl.constexpr):
-    """The products of queries with v32 keys [H, N], and what these consist of: codes and scales."""
-    SPAN: tl.constexpr = 128
-    tokens: tl.constexpr = valid.shape[0]
-    products = tl.zeros((q_parts[0].shape[0], tokens), tl.float32)
-    keys, scales = (), ()
-    for g in tl.static_range(len(q_parts)):
-        at = row[:, None] + (g * SPAN + tl.arange(0, SPAN))[None, :]
-        codes = _e4m3(tl.load(at, mask=valid[:, None], other=0), NATIVE_E4M3)
-        keys += (codes.to(q_parts[g].dtype),)
-        of_scale = scale.to(tl.pointer_type(tl.float32)) + g
-        scales += (tl.load(of_scale, mask=valid, other=0.0),)
-        product = tl.dot(q_parts[g], tl.trans(keys[g]), input_precision="ieee")
-        products += product * scales[g][None, :]
-    return products, keys, scales
-
-
-@triton.jit
-def _unit_of(scales):
-    """The power of two below the largest of each token's scales: its logarithm and inverse.
-
-    Not below 2**-60, so that a token without any scale counts in the total of weights like others,
-    nor above 2**110, where fp16 can still hold the quotient and float32 the inverse.
-    """
-    largest = scales[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    for g in tl.static_range(1, len(scales)):
-        largest = tl.maximum(largest, scales[g].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    exponent = tl.minimum(tl.maximum(largest >> 23, 127 - 60), 127 + 110)
-    return (exponent - 127).to(tl.float32), _power_of_two(254 - exponent)
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """2**(exponent - 127)."""
-    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -23,8 +23,7 @@ class SparseMlaPlan:
         num_warps: Warps in a thread block.
         num_stages: Tiles of tokens in shared memory: one in use, the others on their way.
         blocks_per_sm: Thread blocks that an SM's registers have to suffice for.
-        width: Dimensions of a tile that are dequantised at a time, before they are multiplied. With
-            128 and less than 64 heads, v32 keys are multiplied as they are, and then scaled.
+        width: Dimensions of a tile that are dequantised at a time, before they are multiplied.
 
     Example:
         >>> SparseMlaPlan(num_splits=2).num_splits
@@ -71,13 +70,13 @@ class TritonPlan:
 # holds all heads, else the last. On Hopper a tile of 64 heads is what its matrix instructions want;
 # of other architectures the widest tile whose output fits into registers.
 _TILES_OF_HOPPER = (
-    (16, 16, 64, 4, 2, 1, 128),
-    (32, 32, 64, 8, 2, 1, 128),
+    (16, 16, 64, 4, 2, 1, 512),
+    (32, 32, 64, 8, 2, 1, 256),
     (64, 64, 64, 8, 2, 1, 256),
 )
 _TILES = (
-    (16, 16, 32, 4, 2, 1, 128),
-    (32, 32, 32, 8, 2, 1, 128),
+    (16, 16, 32, 4, 2, 1, 256),
+    (32, 32, 32, 8, 2, 1, 256),
 )
 # Rows are left whole where there are more than so many for every thread block that fits: cutting
 # them would balance nothing, and the partial results of all of them would fill the memory.
